@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tests.pairs.small import engine
 
+from kvreshard.model.tables import PageTable
 from kvreshard.session import handshake_messages
 from kvreshard.session.engine_metadata import (
     EngineMetadata,
@@ -22,12 +23,15 @@ from kvreshard.session.engine_metadata import (
 from kvreshard.session.handshake_messages import (
     HandshakeAnswer,
     HandshakeMessage,
+    Known,
     metadata_request,
     outcome_message,
     read_answer,
     read_message,
+    transfers_request,
 )
 from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
+from kvreshard.session.statement import Answer, PageList, Statement, encode_reply, read_reply
 from kvreshard.tools.digest_request import DigestRequest, read_request, write_request
 
 PEER = Path(__file__).parent / "peer"
@@ -39,8 +43,14 @@ ASKED = DigestRequest(VERSION, "r", 7, 2**64 - 1, KEY, ("layers.0.k",), (((0, 4,
 
 def engine_metadata() -> EngineMetadata:
     layout = engine("prefill", tp=2)
-    ranks = [RankMetadata(rank.rank, b"meta", 4096, 512, 8192, 16) for rank in layout.ranks]
-    return make_engine_metadata(layout, KEY, {"model": "m"}, ranks, 4.0)
+    ranks = [RankMetadata(rank.rank, b"meta", 4096, 512, 8192, 16, 12288) for rank in layout.ranks]
+    return make_engine_metadata(layout, KEY, {"model": "m"}, ranks, 4.0, early_fields={"layers.0.k": 0})
+
+
+def statement() -> Statement:
+    tables = {"full": PageTable([7, 9], 40, 2)}
+    pages = {name: PageList.of(table) for name, table in tables.items()}
+    return Statement("prefill", "i", "r", 5, 77, 40, pages, False, b"{}").sealed(KEY, tables)
 
 
 def messages() -> dict[str, bytes]:
@@ -52,6 +62,8 @@ def messages() -> dict[str, bytes]:
         "heartbeat-v1": write_note(next(heartbeats(HEARTBEAT.consumer, HEARTBEAT.leases))),
         "handshake-metadata-v1": metadata_request("decode", 3),
         "handshake-outcome-v1": outcome_message("decode", 3, "reads", False),
+        "handshake-transfers-v1": transfers_request("decode", 3, [Known("x-1", 77, {"full": 2}), Known("x-2")]),
+        "statement-v1": encode_reply({0: Answer("found", statement=statement()), 1: Answer("ended", "aborted")}),
         "digest-request-v1": write_request(ASKED),
         "report-v1": write_note(REPORT),
     }
@@ -80,6 +92,11 @@ def test_every_form_is_read() -> None:
     assert read_message(golden("handshake-outcome")) == HandshakeMessage(
         "kvreshard.handshake", 1, "outcome", "decode", 3, "reads", False
     )
+    assert read_message(golden("handshake-transfers")) == HandshakeMessage(
+        "kvreshard.handshake", 1, "transfers", "decode", 3, transfers=(Known("x-1", 77, {"full": 2}), Known("x-2"))
+    )
+    assert read_reply(golden("statement")) == {0: Answer("found", statement=statement()), 1: Answer("ended", "aborted")}
+    statement().check(KEY, ("prefill", "i"), {"full": PageTable([7, 9], 40, 2)})
     assert read_answer(golden("answer")) == "noted"
     assert [read_note(golden(name)) for name in ("report", "heartbeat")] == [REPORT, HEARTBEAT]
     assert read_request(golden("digest-request")) == ASKED

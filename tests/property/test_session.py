@@ -142,7 +142,7 @@ class Sessions(RuleBasedStateMachine):
         """Aborted before it was offered: nobody was told of it, and its pages are used for something else at once."""
         life = self.lives[data.draw(st.sampled_from(self.names("granted")))]
         life.source = "absent"
-        self._tell(self.world.src, Revoke(life.source_id))
+        self._tell(self.world.src, Revoke(life.source_id, life.lease.slot, life.lease.word))
         self._scribble(self.world.src, SRC_PAGES[life.name])
 
     @precondition(lambda self: self.is_source_there and self.names(reading="loading"))

@@ -84,7 +84,7 @@ class Prefills:
         engine.submit(Acquire(request, lease.slot, lease.word))
         engine.content.write(engine.memory, tables, kept_tokens(engine.layout, num_tokens), seed, num_tokens)
         if is_revoked:
-            engine.submit(Revoke(request))
+            engine.submit(Revoke(request, lease.slot, lease.word))
             engine.pool.give(all_pages(tables))
             self._slots.append(lease.slot)
             return None

@@ -14,7 +14,7 @@ from kvreshard.vllm import worker
 from kvreshard.vllm.connector import ReshardConnector
 from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.scheduler import ReshardMetadata
+from kvreshard.vllm.step_metadata import ReshardMetadata
 from kvreshard.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm

@@ -25,7 +25,7 @@ from tests.vllm.simulation.text import Text
 from tests.vllm.simulation.world import World
 
 from kvreshard.session.seal import instance_id_of
-from kvreshard.vllm import worker
+from kvreshard.vllm import idle
 from kvreshard.vllm.leases import Leases
 from kvreshard.vllm.params import KEY, read_params
 
@@ -141,7 +141,8 @@ class Fleet:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
     made = Fleet()
     yield made
     made.world.close()

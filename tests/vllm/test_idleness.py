@@ -8,7 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvreshard.vllm.admission import Admission, DeadlockDetector
-from kvreshard.vllm.scheduler import DelayedLoads, ReshardMetadata, SchedulerSide
+from kvreshard.vllm.idle import Idle
+from kvreshard.vllm.scheduler import DelayedLoads, SchedulerSide
+from kvreshard.vllm.step_metadata import ReshardMetadata
+from kvreshard.vllm.waiting import WaitingRequests
 
 pytestmark = pytest.mark.vllm
 
@@ -19,14 +22,20 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     side._metadata, side._computing, side._may_be_idle, side._has_draft = ReshardMetadata(), set(), may_be_idle, False
     side._admission, side._deadlock, side._manager = Admission(), DeadlockDetector(30.0), None
     side._quarantine, side._unserved, side._delayed = SimpleNamespace(num_blocks=0), None, DelayedLoads(0)
-    side._producer = SimpleNamespace(is_publishing=False, last_pages=SimpleNamespace(hold=lambda: None))
-    side._consumer = SimpleNamespace(is_waiting=False)
+    nothing: list[Any] = []
+    early = SimpleNamespace(step=lambda scheduled, manager: nothing)
+    last_pages = SimpleNamespace(hold=lambda: None)
+    side._producer = SimpleNamespace(
+        is_publishing=False, last_pages=last_pages, early=early, preempt=lambda requests: nothing
+    )
+    side._consumer = SimpleNamespace(waiting=WaitingRequests(), following=None, hear=lambda: nothing, num_waiting=0)
+    side._idle, side._handshake = Idle(), SimpleNamespace(show_changes=lambda: None)
     return side
 
 
 def is_idle(side: Any, scheduled: list[str], finished: list[str]) -> bool:
     metadata: ReshardMetadata = side.take_metadata(dict.fromkeys(scheduled, 1), finished)
-    return metadata.is_idle
+    return metadata.patience_s > 0
 
 
 def test_an_engine_is_idle_until_a_request_is_scheduled_and_again_once_it_has_finished() -> None:

@@ -12,7 +12,7 @@ from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.pictures import PictureWorld
 from tests.vllm.simulation.world import Weather
 
-from kvreshard.vllm import worker
+from kvreshard.vllm import idle
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
 
 
 def live(seed: int, weather: Weather, kind: str, blocks: int = 400, policy: str = "recompute") -> PictureWorld:

@@ -22,7 +22,8 @@ from kvreshard.transport.memory import Fault
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.outcomes import FailureLog
 from kvreshard.vllm.quarantine import Quarantine
-from kvreshard.vllm.scheduler import ReshardWorkerMetadata, SchedulerSide
+from kvreshard.vllm.scheduler import SchedulerSide
+from kvreshard.vllm.step_metadata import ReshardWorkerMetadata
 
 pytestmark = pytest.mark.vllm
 

@@ -18,7 +18,7 @@ from tests.vllm.simulation.text import VOCABULARY, Text
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.core.sched.interface import PauseState
 
-from kvreshard.vllm import worker
+from kvreshard.vllm import idle
 from kvreshard.vllm.versions import find_version, minor
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
 
 
 # vLLM 0.30 stands still in this world: failed loads and prefills in one small pool (docs/versions.md).

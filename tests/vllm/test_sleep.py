@@ -21,10 +21,10 @@ from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES
 from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
 from kvreshard.session.handshake_messages import Address, metadata_request
 from kvreshard.session.handshake_server import HandshakeServer
-from kvreshard.vllm import ReshardConnector, worker
+from kvreshard.vllm import ReshardConnector, idle
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt
-from kvreshard.vllm.scheduler import ReshardMetadata
+from kvreshard.vllm.step_metadata import ReshardMetadata
 from kvreshard.vllm.versions import release
 from kvreshard.vllm.worker import WorkerSide
 
@@ -34,7 +34,8 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
 
 
 @pytest.mark.skipif(not release().can_sleep, reason="vLLM tells no connector when an engine sleeps")

@@ -17,8 +17,9 @@ from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm import sources
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt, digest_prompt
-from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata, log_open_sources
+from kvreshard.vllm.scheduler import log_open_sources
 from kvreshard.vllm.sources import SourceHosts
+from kvreshard.vllm.step_metadata import ReshardMetadata, ReshardWorkerMetadata
 
 pytestmark = pytest.mark.vllm
 BLOCKS = [1, 2, 3, 4, 5]
@@ -91,7 +92,7 @@ def test_a_request_that_has_ended_hears_of_no_key() -> None:
     decode.arrive(params(), TOKENS)
     assert [type(order) for order in decode.side.abort("d-1")] == [StopRenewing, Release]
     decode.meet({"d-1": KEY}, {"d-1": GONE})
-    assert not decode.side._waiting
+    assert not decode.side.waiting
 
 
 def test_a_key_of_a_former_request_with_the_same_id_is_not_kept_for_others() -> None:

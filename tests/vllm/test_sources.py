@@ -43,10 +43,10 @@ def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
     loads.side.count_loadable(asked[loads], 0)
     loads.load(asked[loads], blocks([1, 2, 3, 4, 5]), 299)
     assert [type(order) for order in waits.side.reset()] == [StopRenewing, Release]
-    assert (waits.fallbacks, waits.side.num_loading) == (["reset"], 0)
+    assert (waits.fallbacks, waits.side.waiting.num_loading) == (["reset"], 0)
     assert waits.side.count_loadable(asked[waits], 0) == 0
     assert list(waits.side.allocate(asked[waits], blocks([1, 2, 3, 4, 5]), 0)) == []
-    assert (list(loads.side.reset()), loads.fallbacks, loads.side.num_loading) == ([], [], 1)
+    assert (list(loads.side.reset()), loads.fallbacks, loads.side.waiting.num_loading) == ([], [], 1)
 
 
 def test_a_failed_load_is_wanted_unless_its_request_has_ended() -> None:
@@ -74,7 +74,7 @@ def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
     asked = decode.arrive(second, TOKENS)
     decode.side.count_loadable(asked, 0)
     decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
-    assert (decode.side.num_waiting, decode.side.num_loading) == (0, 1)
+    assert (decode.side.num_waiting, decode.side.waiting.num_loading) == (0, 1)
 
 
 def test_choices_of_one_prompt_share_its_source_and_the_last_one_gives_it_back() -> None:
@@ -104,10 +104,10 @@ def costs(count: int) -> list[int]:
     decode.load(asked[0], blocks([1, 2, 3, 4, 5]), 299)
     acts: list[Callable[[], object]] = [
         lambda: list(decode.side.arrive(asked[-1], params[-1])),
-        lambda: (decode.side.num_waiting, decode.side.num_loading),
+        lambda: (decode.side.num_waiting, decode.side.waiting.num_loading),
         lambda: list(decode.side.abort("d1")),
         lambda: list(decode.side.ended("d0")),
-        lambda: (decode.side.num_waiting, decode.side.num_loading),
+        lambda: (decode.side.num_waiting, decode.side.waiting.num_loading),
     ]
     return [count_bytecodes(act) for act in acts]
 

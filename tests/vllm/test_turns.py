@@ -17,7 +17,7 @@ from tests.vllm.simulation.turns import FIRST, TurnWorld
 from tests.vllm.simulation.world import Weather
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm import scheduler, worker
+from kvreshard.vllm import idle, scheduler
 from kvreshard.vllm.producer import Producer
 
 pytestmark = pytest.mark.vllm
@@ -28,7 +28,8 @@ ANSWER_LEASE_S = 60.0
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
 
 
 def reading_back(shape: Shape, **more: object) -> Shape:

@@ -48,6 +48,9 @@ class Load:
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: release the source as soon as all has arrived; otherwise a `Release` or `Cancel` does, so that others may still read. A load
     that fails releases in any case. `refusal`: how it fails without anything being read. `trace_headers`: of the request, where vLLM traces it.
+
+    `transfer_id`: the prefill is under way, and is followed under this id at its source's listener. Then `transfer` has the pages that the
+    listener has listed, and `seal` is that of its statement.
     """
 
     request: str
@@ -58,6 +61,7 @@ class Load:
     gives_back: bool
     refusal: Failure | None = None
     trace_headers: Mapping[str, str] | None = None
+    transfer_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,11 @@ class Renew:
     asks_key: bool = False
     checks_lease: bool = False
 
+    @property
+    def without_load(self) -> Load:
+        """A load of nothing under the lease."""
+        return Load(self.request, self.remote, self.lease, Request({}, {}, {}, {}), Seal(b"", b""), gives_back=False)
+
 
 @dataclass(frozen=True, slots=True)
 class StopRenewing:
@@ -105,6 +114,11 @@ class Acquire:
     slot: int
     word: int
 
+    @property
+    def revoke(self) -> Revoke:
+        """The command that ends it."""
+        return Revoke(self.request, self.slot, self.word)
+
 
 @dataclass(frozen=True, slots=True)
 class Publish:
@@ -120,15 +134,30 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """End the lease of a request: its pages may be reused, and whoever reads them fails."""
+    """End the lease of a request: its pages may be reused, and whoever reads them fails. `slot`, `word`: as in its `Acquire`.
+
+    Its word is cleared by `Endpoint.submit` itself: the caller may overwrite the pages when that returns.
+    """
 
     request: str
+    slot: int
+    word: int
 
 
 Command = Load | Release | Cancel | Renew | StopRenewing | Acquire | Publish | Revoke
 
 FailureKind = Literal[
-    "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+    "handshake",
+    "mismatch",
+    "seal",
+    "request",
+    "transfer",
+    "stale lease",
+    "prefill",
+    "digest",
+    "timeout",
+    "cancelled",
+    "fault",
 ]
 CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
 """How the comparison of digests ended. A load is served only after `equal` or `skipped`."""
@@ -150,7 +179,7 @@ class Results:
     `settled`: requests whose pages were quarantined, and may be reused now. `stuck`: calls into the transport's library that do not return.
     `keys`: of sources that have been met, for requests that ask for them; `unmet`: why there is none. `handshakes`: of each that has ended, its
     seconds and whether the engine was met. `peers_change`, `stuck_change`: by how many the engines that are met, and the threads that are stuck,
-    have become more.
+    have become more. `has_advanced`: a prefill that is followed has gone on.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -164,6 +193,7 @@ class Results:
     handshakes: list[tuple[float, bool]] = field(default_factory=list)
     peers_change: int = 0
     stuck_change: int = 0
+    has_advanced: bool = False
 
     @property
     def is_empty(self) -> bool:

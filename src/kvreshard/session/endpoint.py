@@ -19,15 +19,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import fields, get_logger
-from kvreshard.model.tables import Request
 from kvreshard.session.commands import (
     Acquire,
     Cancel,
-    CheckResult,
     Command,
     EndpointOptions,
     Failure,
@@ -39,18 +37,21 @@ from kvreshard.session.commands import (
     Revoke,
     StopRenewing,
 )
+from kvreshard.session.early_job import EarlyJob
+from kvreshard.session.early_loads import EarlyLoads
 from kvreshard.session.engine_metadata import EngineMetadata
-from kvreshard.session.job import Job, Jobs, LeaseCheck, to_failure
+from kvreshard.session.follower import Follower
+from kvreshard.session.job import Job, JobParts, Jobs, LeaseCheck, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
 from kvreshard.session.mover import Staging
 from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
+from kvreshard.session.progress import Computed, ProgressBoard
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.seal import Seal
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
@@ -59,6 +60,8 @@ logger = get_logger(__name__)
 
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
+# A device is asked this often whether it has computed what readers wait for.
+REST_WITH_EVENTS_S = 0.001
 REST_IDLE_S = 0.500
 CLOSE_S = 0.2
 # An engine that is put to sleep waits this long for a turn to end: its memory goes next.
@@ -68,7 +71,8 @@ END_S = 10.0
 class Endpoint:
     """Public methods may be called from any thread, but for `turn`, which is the loop's own.
 
-    `table`: this rank's lease words. It, `regions` and the staging buffer must be registered before the transport's metadata is taken.
+    `table`: this rank's lease words, `board`: its progress words. The table, `regions` and the staging buffer must be registered before the
+    transport's metadata is taken.
     """
 
     def __init__(
@@ -83,12 +87,15 @@ class Endpoint:
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
         observer: Observer | None = None,
+        board: ProgressBoard | None = None,
+        follower: Follower | None = None,
     ) -> None:
         self._rank, self._transport, self._memory = rank, transport, memory
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
         self._observer = observer or Observer()
         self._own = LocalLeases(rank, transport, self._observer, table, clock)
+        self.board = board or ProgressBoard(table)
         self._peers = peers or Peers(options, clock, self.wake)
         self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
         self._me: LocalRank | None = None
@@ -96,6 +103,7 @@ class Endpoint:
         self._jobs = Jobs(self.wake)
         self._collected_s = clock()
         self._results = ResultQueue()
+        self._early = EarlyLoads(self._scratch, self._remote_leases, self._results, options, self.wake, follower)
         self._is_attentive = self._has_published = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
@@ -128,8 +136,16 @@ class Endpoint:
         elif isinstance(command, Acquire):
             # The parameters that name the word leave the engine at the end of this step.
             self._own.book.write_early(command.slot, command.word)
+        elif isinstance(command, Revoke):
+            self.board.take_back(command.slot, command.word)
         self._commands.put(command)
         self.wake()
+
+    def begin_step(self, computed: Sequence[Computed]) -> None:
+        """The engine begins a step that computes these prefills, which readers may follow. `board` is told how it goes on."""
+        if computed and not self.board.is_computing:
+            self.wake()
+        self.board.begin(computed)
 
     def collect(self, patience_s: float = 0.0) -> Results:
         """What has ended since the last call. While loads are under way, waits up to `patience_s` for the first to end."""
@@ -183,6 +199,7 @@ class Endpoint:
         self._stopping = True
         self.wake()
         self._peers.close()
+        self._early.close()
         self._observer.close()
         if self._thread is None:
             return True
@@ -214,6 +231,8 @@ class Endpoint:
         self._own.expire(now_s)
         self._results.free(book.take_finished())
         self._check_transport(now_s)
+        self.board.poll()
+        early_rest_s = self._early.step(now_s)
         self._advance_jobs(now_s)
         has_more = self._me is not None and self._observer.work(book, self._me.layout)
         self._peers.sweep(self._jobs.peers)
@@ -228,9 +247,11 @@ class Endpoint:
         self._set_pace()
         if has_more:
             return 0.0
+        if self.board.is_pending:
+            return min(REST_WITH_EVENTS_S, next_renewal_s)
         if book.num_published:
-            return min(REST_WITH_LEASES_S, next_renewal_s)
-        return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, next_renewal_s)
+            return min(REST_WITH_LEASES_S, next_renewal_s, early_rest_s)
+        return min(min(REST_WITH_LOADS_S, early_rest_s) if self._jobs else REST_IDLE_S, next_renewal_s)
 
     def _execute_commands(self, now_s: float) -> None:
         with contextlib.suppress(queue.Empty):
@@ -242,18 +263,13 @@ class Endpoint:
                     logger.exception("%s", command, extra=fields("internal_error"))
                     if isinstance(command, Load):
                         self._remote_leases.stop_renewing(command.request)
-                        self._fail(command, to_failure(error))
+                        self._results.end(command.request, to_failure(error))
 
     def _execute(self, command: Command, now_s: float) -> None:
         match command:
-            case Acquire():
-                self._own.book.acquire(command.request, command.slot, command.word)
-            case Publish():
-                self._has_published = True
-                if not self._own.book.publish(command.request, command.ttl_s, now_s, command.tables):
-                    self._results.free({command.request: "revoked"})
-            case Revoke():
-                self._own.book.revoke(command.request)
+            case Acquire() | Publish() | Revoke():
+                self._has_published |= isinstance(command, Publish)
+                self._own.execute(command, now_s)
             case Load():
                 self._load(command, now_s)
             case Release():
@@ -276,24 +292,25 @@ class Endpoint:
         if load.refusal is not None:  # the engine knows that its source cannot be met
             self._remote_leases.stop_renewing(load.request)
             observer.noted("refused", load.refusal.text)
-            self._fail(load, load.refusal)
+            self._results.end(load.request, load.refusal)
             self._record_failure(observer, load, None, load.refusal)
             return
-        handshake = self._peers.get(self._me, load.remote)
-        note, take_scratch = self._jobs.note, self._scratch.take
-        self._jobs.add(Job(load, handshake, now_s, self._me.layout, self._options, note, take_scratch, observer))
+        about = self._about(self._me, load, observer, now_s)
         self._remote_leases.begin(load)
+        if load.transfer_id:
+            self._jobs.add(self._early.add(EarlyJob(*about, may_read=lambda: not self._jobs.num_awaited), self._me))
+        else:
+            self._jobs.add(Job(*about))
+
+    def _about(self, me: LocalRank, load: Load, watch: LoadObserver, now_s: float) -> JobParts:
+        peer, note, take_scratch = self._peers.get(me, load.remote), self._jobs.note, self._scratch.take
+        return load, peer, now_s, me.layout, self._options, note, take_scratch, watch
 
     def _check_lease(self, command: Renew, now_s: float) -> None:
         """Read the word of a lease that is renewed. It is no load, and has no result as one."""
         if self._me is None:
             raise KvReshardError("a lease was to be checked before the endpoint knew its engine")
-        load = Load(
-            command.request, command.remote, command.lease, Request({}, {}, {}, {}), Seal(b"", b""), gives_back=False
-        )
-        handshake, note, take_scratch = self._peers.get(self._me, load.remote), self._jobs.note, self._scratch.take
-        layout, observer = self._me.layout, LoadObserver()
-        self._jobs.add(LeaseCheck(load, handshake, now_s, layout, self._options, note, take_scratch, observer))
+        self._jobs.add(LeaseCheck(*self._about(self._me, command.without_load, LoadObserver(), now_s)))
 
     def _check_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not return keeps everything pending: stop all loads."""
@@ -317,23 +334,26 @@ class Endpoint:
                 )
         for job in settled:
             job.close()
-            self._free_scratch(job)
+            self._scratch.give(job.scratch_address)
             if not isinstance(job, LeaseCheck):
                 self._results.settle(job.load.request)
 
     def _finish(self, job: Job) -> None:
         load, outcome = job.load, job.outcome
         if not job.is_given_up:
-            self._free_scratch(job)
+            self._scratch.give(job.scratch_address)
         if isinstance(job, LeaseCheck):
             if isinstance(outcome, Failure):
                 self._results.meet({}, {load.request: outcome})
             elif job.peer is not None:
                 self._results.meet({load.request: job.peer.engine_metadata.key}, {})
             return
+        if isinstance(job, EarlyJob):
+            self._early.end(job)
+            load = job.load
         self._end_lease(job)
         if isinstance(outcome, Failure):
-            self._fail(load, outcome, job.observer.check)
+            self._results.end(load.request, outcome, job.observer.check)
             self._record_failure(job.observer, load, job.peer, outcome)
             if job.peer is not None and outcome.kind == "transfer":
                 self._peers.forget(load.remote, job.peer)
@@ -359,20 +379,11 @@ class Endpoint:
                 extra=fields("internal_error", request_id=job.load.request),
             )
 
-    def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
-        remote, kind = load.remote, failure.kind
-        logger.debug("request %s was not loaded from %s (%s): %s", load.request, remote, kind, failure.text)
-        self._results.end(load.request, failure, check)
-
     def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
         if self._me is None:
             return
         engine_metadata = peer.engine_metadata if peer is not None else self._me.refused.get(load.remote)
         observer.failed(failure, self._me.engine_metadata, engine_metadata, is_routed=peer is not None)
-
-    def _free_scratch(self, job: Job) -> None:
-        if job.scratch_address is not None:
-            self._scratch.give(job.scratch_address)
 
     def _renew(self, now_s: float) -> float:
         """Renew the leases that are wanted; seconds until the next renewal."""
@@ -382,7 +393,7 @@ class Endpoint:
 
     def _set_pace(self) -> None:
         """Have the transport poll faster while there are loads or leases, and after each lease that was published: its reader is coming."""
-        is_attentive = bool(self._jobs or self._own.book.num_published)
+        is_attentive = bool(self._jobs or self._own.book.num_published or self.board.is_computing)
         if is_attentive != self._is_attentive or self._has_published:
             self._transport.set_attentive(is_attentive)
         self._is_attentive, self._has_published = is_attentive, False

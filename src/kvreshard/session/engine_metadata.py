@@ -35,7 +35,7 @@ MAILBOX_ENTRY_BYTES = 64
 
 
 class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one rank. One without `mailbox_entries` answers no digest requests."""
+    """How to reach one rank. One without `mailbox_entries` answers no digest requests, one without `progress_address` has no progress words."""
 
     rank: int
     transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
@@ -43,17 +43,24 @@ class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
     lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
     mailbox_address: Annotated[int, msgspec.Meta(ge=0)] = 0
     mailbox_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
+    progress_address: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 Accepted = Annotated[
     dict[str, Annotated[list[str], msgspec.Meta(max_length=MAX_ACCEPTED)]], msgspec.Meta(max_length=MAX_FACTS)
 ]
 
+NOT_TOLD = -1
+EarlyFields = dict[Name, Annotated[int, msgspec.Meta(ge=NOT_TOLD, lt=1 << 32)]]
+
 
 class EngineMetadata(msgspec.Struct, frozen=True):
     """One engine. `layout` is in the form of `model.wire`; `key` makes its seals; a lease lasts `lease_s` seconds after its last heartbeat.
 
     `accepts`: by name of a compatibility property, the values at a peer with which this engine exchanges caches beside its own value.
+    `early_fields`: what may be read before its prefill has ended, since a token's bytes stay as they are once they are written: field ->
+    the place of its layer among those whose end is told (`session.progress`), ascending as they are computed; `NOT_TOLD` where only the end
+    of a step is.
     """
 
     form: str
@@ -66,6 +73,7 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
     accepts: Accepted = {}
+    early_fields: EarlyFields = {}
 
     def __repr__(self) -> str:
         """Without the key, which must not be logged."""
@@ -100,6 +108,7 @@ def make_engine_metadata(
     ranks: Sequence[RankMetadata],
     lease_s: float,
     accepts: Mapping[str, Sequence[str]] | None = None,
+    early_fields: Mapping[str, int] | None = None,
 ) -> EngineMetadata:
     """The metadata of an engine that seals with `key`. Raises WireError unless `ranks` are those of the layout."""
     _check_ranks(layout, ranks)
@@ -114,6 +123,7 @@ def make_engine_metadata(
         key,
         lease_s,
         {name: list(values) for name, values in (accepts or {}).items()},
+        dict(early_fields or {}),
     )
 
 
@@ -157,6 +167,7 @@ def decode_engine_metadata(message: bytes) -> EngineMetadata:
         for what, address, count, entry_bytes in (
             ("lease table", rank.lease_address, rank.lease_slots, WORD_BYTES),
             ("mailbox", rank.mailbox_address, rank.mailbox_entries, MAILBOX_ENTRY_BYTES),
+            ("progress table", rank.progress_address, rank.lease_slots, WORD_BYTES),
         ):
             if address + count * entry_bytes > 2**63:
                 raise WireError(

@@ -1,4 +1,6 @@
-"""The messages of handshakes: a `HandshakeMessage` requests engine metadata or reports how comparing it went, a `HandshakeAnswer` is one line.
+"""The messages of handshakes: a `HandshakeMessage` asks for engine metadata or transfers, or reports how comparing the metadata went.
+
+A `HandshakeAnswer` is one line.
 
 Nothing is unpickled; texts are short and in one line.
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -23,22 +26,41 @@ ANSWER_FORM = "kvreshard.handshake_answer"
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT = 2000
+MAX_GROUPS = 256
+# A question for so many has less than `MAX_MESSAGE_BYTES` bytes where each has a few groups.
+MAX_TRANSFERS = 256
 
 
 class HandshakeError(KvReshardError):
     """A peer could not be asked, or did not answer as it should."""
 
 
+class Known(msgspec.Struct, frozen=True):
+    """A transfer that is asked for, by the id that a router chose, and what the reader knows of it: the lease word, 0 for nothing, and the
+    number of pages of each group.
+
+    `only_end`: it wants to hear of nothing but the end, good or bad.
+    """
+
+    transfer: Name
+    word: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_pages: Annotated[dict[Name, int], msgspec.Meta(max_length=MAX_GROUPS)] = {}
+    only_end: bool = False
+
+
 class HandshakeMessage(msgspec.Struct, frozen=True):
-    """`ask`: for the engine metadata, or the outcome of comparing it (`text`: the route in a sentence, or why there is none)."""
+    """`ask`: for the engine metadata, for `transfers` (`session.statement`), or the outcome of comparing the metadata (`text`: the route in a
+    sentence, or why there is none).
+    """
 
     form: str
     version: int
-    ask: Literal["metadata", "outcome"]
+    ask: Literal["metadata", "outcome", "transfers"]
     engine: Name
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     text: str = ""
     is_good: bool = True
+    transfers: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class HandshakeAnswer(msgspec.Struct, frozen=True):
@@ -87,6 +109,11 @@ def metadata_request(engine: str, rank: int) -> bytes:
 def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
     """The bytes of a report of how the comparison of engine metadata went."""
     return _encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+
+
+def transfers_request(engine: str, rank: int, transfers: Sequence[Known]) -> bytes:
+    """The bytes of a question for transfers."""
+    return _encode(HandshakeMessage(FORM, VERSION, "transfers", engine, rank, transfers=tuple(transfers)))
 
 
 def _encode(message: HandshakeMessage) -> bytes:

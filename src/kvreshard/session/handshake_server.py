@@ -8,15 +8,21 @@ Whatever arrives, the server lives and soon answers the next:
    together may ask.
 3. What is not a handshake message gets one line as answer; vLLM's own NixlConnector gets one that it refuses. Nothing is unpickled.
 
+A question for prefills that are under way is held until `rendezvous` has something new.
+
 With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and unknown keys are refused before they can send anything.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -32,11 +38,13 @@ from kvreshard.session.handshake_messages import (
     MAX_MESSAGE_BYTES,
     Address,
     HandshakeMessage,
+    Known,
     encode_answer,
     read_message,
 )
 from kvreshard.session.keys import Keys
 from kvreshard.session.monitor import close_monitor, open_monitor
+from kvreshard.session.rendezvous import Rendezvous
 
 logger = get_logger(__name__)
 
@@ -53,6 +61,9 @@ UNITS_PER_S = 2000.0
 BURST = 4000.0
 BYTES_PER_UNIT = 128 * 1024
 MAX_COMPLAINTS = 1000
+# A question for transfers is held so long, below `Bounds.max_visit_s`, and so many at a time: the other connections are for handshakes.
+HOLD_S = 5.0
+MAX_HELD = 384
 DOMAIN = "kvreshard"
 
 _WATCHED = (
@@ -61,6 +72,15 @@ _WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A question for transfers of which nothing is new yet."""
+
+    sender: bytes
+    transfers: tuple[Known, ...]
+    until_s: float
 
 
 class _KeyPolicy:
@@ -91,11 +111,16 @@ class HandshakeServer:
         engine_metadata: EngineMetadata,
         on_outcome: Callable[[HandshakeMessage], None] = lambda message: None,
         *,
+        rendezvous: Rendezvous | None = None,
         keys: Keys | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
         self.hand_out(engine_metadata)
-        self.address, self._on_outcome = address, on_outcome
+        self.address, self._on_outcome, self._rendezvous = address, on_outcome, rendezvous
+        self._held: deque[_Held] = deque()
+        self._woken, self._wakes = socket.socketpair()
+        for end in (self._woken, self._wakes):
+            end.setblocking(False)
         self._complaints: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._context = zmq.Context()
@@ -129,15 +154,22 @@ class HandshakeServer:
         """Answer with this metadata from now on: one copy outside Python. What waits for a slow peer is a reference."""
         self._engine_metadata = zmq.Frame(encode_engine_metadata(engine_metadata), copy=True)
 
+    def wake(self) -> None:
+        """What `rendezvous` answers has changed. On any thread; does not wait."""
+        with contextlib.suppress(OSError):  # so many wait to be seen, or it is closed
+            self._wakes.send(b"w")
+
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
         self._stopping.set()
+        self.wake()
         self._thread.join()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
         swept_s = 0.0
         try:
             while not self._stopping.is_set():
@@ -151,6 +183,7 @@ class HandshakeServer:
                         swept_s = now_s
                     if self._socket in ready and not self._stopping.wait(min(SWEEP_S, self._rate_limit.wait_s(now_s))):
                         self._answer_next(time.monotonic())
+                    self._answer_held(time.monotonic(), is_woken=self._woken.fileno() in ready)
                 except zmq.ZMQError as error:
                     logger.debug("a handshake was dropped: %s", error)
                 except Exception:  # a fault here must not end the server: every later handshake would hang
@@ -161,26 +194,55 @@ class HandshakeServer:
     def _answer_next(self, now_s: float) -> None:
         if self._rate_limit.wait_s(now_s):
             return
-        num_bytes = self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+        num_bytes = self._answer(self._socket.recv_multipart(zmq.NOBLOCK), now_s)
         self._rate_limit.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
 
-    def _answer(self, frames: Sequence[bytes]) -> int:
-        """Answer one message; bytes of the answer."""
+    def _answer(self, frames: Sequence[bytes], now_s: float) -> int:
+        """Answer one message, or hold it; bytes of the answer."""
         *envelope, payload = frames
         if not envelope:
             return 0
-        reply = self._reply(payload)
+        message = read_message(payload)
+        if not isinstance(message, str) and message.ask == "transfers" and self._rendezvous is not None:
+            transfers = message.transfers or ()
+            found = self._rendezvous.answer(transfers, is_last=len(self._held) >= MAX_HELD)
+            if found is None:
+                self._held.append(_Held(envelope[0], transfers, now_s + HOLD_S))
+                return 0
+            return self._send(envelope[0], [zmq.Frame(found, copy=True)])
+        return self._send(envelope[0], self._reply(message, payload))
+
+    def _answer_held(self, now_s: float, *, is_woken: bool) -> None:
+        """Answer the questions of which something is new, and those that were held long enough."""
+        if is_woken:
+            with contextlib.suppress(OSError):
+                self._woken.recv(4096)
+        for _ in range(len(self._held) if is_woken else 0):
+            held = self._held.popleft()
+            if not self._answer_one(held, now_s):
+                self._held.append(held)
+        while self._held and now_s >= self._held[0].until_s:
+            self._answer_one(self._held.popleft(), math.inf)
+
+    def _answer_one(self, held: _Held, now_s: float) -> bool:
+        found = self._rendezvous and self._rendezvous.answer(held.transfers, is_last=now_s >= held.until_s)
+        if not found:
+            return False
+        num_bytes = self._send(held.sender, [zmq.Frame(found, copy=True)])
+        self._rate_limit.spend(1 + num_bytes / BYTES_PER_UNIT, time.monotonic())
+        return True
+
+    def _send(self, sender: bytes, reply: Sequence[zmq.Frame]) -> int:
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
         try:
-            self._socket.send_multipart([envelope[0], b"", *reply], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([sender, b"", *reply], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             # It has disconnected, or has not read the answers before this one.
             logger.debug("an answer was dropped: %s", error)
             return 0
         return sum(map(len, reply))
 
-    def _reply(self, payload: bytes) -> Sequence[zmq.Frame]:
-        message = read_message(payload)
+    def _reply(self, message: HandshakeMessage | str, payload: bytes) -> Sequence[zmq.Frame]:
         if isinstance(message, str):
             if not nixl_connector.is_request(payload):
                 return [zmq.Frame(encode_answer(message), copy=True)]
@@ -188,6 +250,8 @@ class HandshakeServer:
             return [zmq.Frame(frame, copy=True) for frame in nixl_connector.refusal()]
         if message.ask == "metadata":
             return [self._engine_metadata]
+        if message.ask == "transfers":
+            return [zmq.Frame(encode_answer("this engine does not show prefills that are under way"), copy=True)]
         self._on_outcome(message)
         return [zmq.Frame(encode_answer("noted"), copy=True)]
 
@@ -219,6 +283,8 @@ class HandshakeServer:
         if self._authenticator is not None:
             self._authenticator.stop()
         close_monitor(self._socket, self._monitor)
+        self._woken.close()
+        self._wakes.close()
         self._context.destroy(linger=0)
 
 

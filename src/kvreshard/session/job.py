@@ -28,9 +28,21 @@ from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_w
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
-LoadState = Literal["handshake", "transferring", "checking", "received", "failed"]
+JobParts = tuple[
+    Load,
+    "Future[Peer]",
+    float,
+    EngineLayout,
+    EndpointOptions,
+    "Callable[[Job], None]",
+    "Callable[[int], int | None]",
+    LoadObserver,
+]
+"""What a `Job` is made of."""
+LoadState = Literal["handshake", "following", "transferring", "checking", "received", "failed"]
 _WAITING_FOR: dict[LoadState, str] = {
     "handshake": "meeting its source",
+    "following": "waiting for its prefill to go on",
     "transferring": "reading",
     "checking": "being compared with its source",
 }
@@ -56,7 +68,7 @@ class Job:
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
     _steps: Steps = field(init=False)
-    _waiting: Transfer | None = None
+    _waiting: Transfer | float | None = None
     _posted: list[Transfer] = field(default_factory=list)
     _stopped: Failure | None = None
     _stopped_s: float = 0.0
@@ -77,6 +89,11 @@ class Job:
     def is_given_up(self) -> bool:
         """Whether it has failed with its pages quarantined."""
         return isinstance(self.outcome, Failure) and self.outcome.is_quarantined
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its request has waited for it from the first moment on: loads of which that is not so come second."""
+        return True
 
     @property
     def is_polling(self) -> bool:
@@ -126,17 +143,19 @@ class Job:
         self._steps.close()
 
     def _resume(self) -> None:
-        while self._waiting is None or self._waiting.state is not TransferState.PENDING:
+        while not isinstance(self._waiting, Transfer) or self._waiting.state is not TransferState.PENDING:
             try:
                 self._waiting = next(self._steps)
             except StopIteration as done:
                 self.outcome, self.state = done.value, "received"
                 return
-            if self._waiting is None:
+            if not isinstance(self._waiting, Transfer):
                 return
 
     def _load_steps(self) -> Steps:
-        """Everything after the handshake. Yields a transfer that must settle first, or None to be resumed in the next turn."""
+        """Everything after the handshake. Yields a transfer that must settle first, None to be resumed in the next turn, or infinity to be
+        resumed when something happens.
+        """
         self.peer = peer = self.handshake.result()
         self.state = "transferring"
         note = self.observer.noted
@@ -148,10 +167,10 @@ class Job:
         )
         note("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
         self.state = "checking"
-        yield from self.observer.landed(Landing(peer, self.dst, self._track, self.wake))
+        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
         return moved
 
-    def _find_proof(self, peer: Peer) -> Generator[Transfer | None, None, LeaseProof]:
+    def _find_proof(self, peer: Peer) -> Generator[Transfer | float | None, None, LeaseProof]:
         """Where the lease words are, and room to read them."""
         while (address := self.take_scratch(len(peer.route.src_ranks))) is None:
             yield None
@@ -199,6 +218,11 @@ class LeaseCheck(Job):
 
     __slots__ = ()
 
+    @property
+    def is_awaited(self) -> bool:
+        """See `Job.is_awaited`."""
+        return False
+
     def _load_steps(self) -> Steps:
         self.peer = peer = self.handshake.result()
         self.state = "transferring"
@@ -216,6 +240,8 @@ class Jobs:
 
     def __init__(self, on_event: Callable[[], None]) -> None:
         self._on_event = on_event
+        # Loads under way that their requests wait for.
+        self.num_awaited = 0
         self._under_way: dict[Job, None] = {}
         self._given_up: dict[Job, None] = {}
         # A request may be loaded again before its former load has ended.
@@ -242,6 +268,7 @@ class Jobs:
     def add(self, job: Job) -> None:
         """Begin a load."""
         self._under_way[job] = None
+        self.num_awaited += job.is_awaited
         self._of_request.setdefault(job.load.request, {})[job] = None
         self._deadlines_s[job] = job.deadline_s
         self._happened.put(job)
@@ -291,6 +318,7 @@ class Jobs:
 
     def _end(self, job: Job) -> None:
         del self._under_way[job], self._deadlines_s[job]
+        self.num_awaited -= job.is_awaited
         of_request = self._of_request[job.load.request]
         del of_request[job]
         if not of_request:

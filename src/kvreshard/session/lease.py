@@ -38,24 +38,37 @@ RENEWALS_PER_LEASE = 6
 
 
 class LeaseTable:
-    """`num_slots` 64-bit words in page-aligned memory that peers may read. Slot numbers are given by the engine."""
+    """`num_slots` lease words, and behind them as many progress words (`progress`), in page-aligned memory that peers may read.
+
+    64 bits each. Slot numbers are given by the engine.
+    """
 
     def __init__(self, num_slots: int) -> None:
-        self._memory = mmap.mmap(-1, num_slots * WORD_BYTES)
-        self._words = np.frombuffer(self._memory, dtype=np.uint64)
+        self._memory = mmap.mmap(-1, 2 * num_slots * WORD_BYTES)
+        words = np.frombuffer(self._memory, dtype=np.uint64)
+        self.leases, self.progress = words[:num_slots], words[num_slots:]
 
     @property
     def region(self) -> MemoryRegion:
-        return MemoryRegion(int(self._words.ctypes.data), self._words.nbytes)
+        """Of both."""
+        return MemoryRegion(int(self.leases.ctypes.data), self.leases.nbytes + self.progress.nbytes)
+
+    @property
+    def progress_address(self) -> int:
+        """Of the first progress word."""
+        return int(self.progress.ctypes.data)
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self.leases)
 
     def __setitem__(self, slot: int, word: int) -> None:
-        self._words[slot] = word
+        """Set a lease word. Another one than before has no progress."""
+        if self.leases[slot] != word:
+            self.progress[slot] = FREE
+            self.leases[slot] = word
 
     def __getitem__(self, slot: int) -> int:
-        return int(self._words[slot])
+        return int(self.leases[slot])
 
 
 @dataclass(slots=True)
@@ -116,17 +129,17 @@ class LeaseBook:
         lease = self._leases.get(request)
         return None if lease is None or request not in self._deadlines_s else lease.tables
 
-    def publish(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> bool:
-        """Keep the pages in `tables` for `ttl_s` seconds after now or the last heartbeat. False: the request has no lease."""
+    def publish(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> None:
+        """Keep the pages in `tables` for `ttl_s` seconds after now or the last heartbeat. Those of a request without a lease may be freed."""
         lease = self._leases.get(request)
         if lease is None:
-            return False
+            self._finished[request] = "revoked"
+            return
         lease.ttl_s, lease.tables = ttl_s, tables or {}
         self._deadlines_s[request] = now_s + ttl_s
         self._earliest_s = min(self._earliest_s, now_s + ttl_s)
         if lease.is_complete:
             self._end(request, "reported")
-        return True
 
     def revoke(self, request: str) -> None:
         """End a lease. Its readers fail. One that was never published (the request was aborted) is not reported as finished."""
@@ -176,6 +189,7 @@ class LeaseBook:
 
     def _end(self, request: str, cause: Cause) -> None:
         lease = self._leases.pop(request)
-        self._table[lease.slot] = FREE
+        if self._table[lease.slot] == lease.word:
+            self._table[lease.slot] = FREE
         if self._deadlines_s.pop(request, None) is not None:
             self._finished[request] = cause

@@ -25,13 +25,14 @@ class RejectedLoad(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """What an observer may use while a load waits for it.
+    """What an observer may use while a load waits for it. `load`: with all pages and the lease under which they were read.
 
     `posted`: to be called with every transfer that the observer posts, which then settles before the load ends. `wake`: resume soon.
     """
 
     peer: Peer
     dst: EngineLayout
+    load: Load
     posted: Callable[[Transfer], None]
     wake: Callable[[], None]
 
@@ -44,10 +45,15 @@ class LoadObserver:
         """How the comparison with the source ended; None if there was none."""
         return None
 
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether a load that reads early must wait until its prefill is published, since its source is asked about it."""
+        return False
+
     def noted(self, event: str, text: str = "") -> None:
         """Something has happened.
 
-        Events: met, bound, zeroed, not staged, posted, transfer failed, settled, read, cancelled, failed, quarantined, refused.
+        Events: met, bound, zeroed, not staged, posted, transfer failed, settled, read, cancelled, failed, quarantined, refused, begun again.
         """
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.plan.compile import compile_route
@@ -14,6 +15,7 @@ from kvreshard.session.engine_metadata import EngineMetadata, check_compatibilit
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.parts import RouteParts, find_parts
 from kvreshard.session.pull import LeaseProof
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
@@ -41,6 +43,11 @@ class Peer:
                 )
             addresses[rank] = metadata.lease_address + lease.slot * WORD_BYTES
         return LeaseProof(lease.word, addresses, scratch_address)
+
+    @cached_property
+    def parts(self) -> RouteParts:
+        """What of the route may be read before a prefill has ended."""
+        return find_parts(self.route, self.layout, self.engine_metadata)
 
     @property
     def notified_ranks(self) -> tuple[int, ...]:
@@ -112,6 +119,8 @@ def connect_engine(
 def disconnect(peer: Peer) -> None:
     """Make the transport forget a peer's ranks, and free what its route keeps."""
     peer.route.drop_patterns()
+    if "parts" in vars(peer):
+        peer.parts.drop_patterns()
     for name in peer.mover.peers.values():
         with contextlib.suppress(TransportError):
             peer.mover.transport.remove_peer(name)

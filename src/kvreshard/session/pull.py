@@ -56,7 +56,8 @@ class Moved:
     """What one rank's part of a request took. Seconds are wall time.
 
     `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `num_zeroed_bytes` of new
-    pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
+    pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total. `num_early_bytes` arrived before
+    the prefill had ended; `total_s` is from that end on.
     """
 
     num_bytes: int
@@ -67,9 +68,10 @@ class Moved:
     total_s: float
     num_zeroed_bytes: int = 0
     post_s: float = 0.0
+    num_early_bytes: int = 0
 
 
-Steps = Generator[Transfer | None, None, Moved]
+Steps = Generator[Transfer | float | None, None, Moved]
 
 
 def pull_steps(
@@ -109,14 +111,14 @@ def pull_steps(
     try:
         post(lists)
         post_s = mover.clock() - started_s - bind_s
-        has_buffer = bool(batches) and _take_buffer(mover)
+        has_buffer = bool(batches) and take_buffer(mover)
         if not has_buffer:
             zero()
         if batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
             record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
             lists, batches = plan_reads(route, request).direct, ()
             post(lists)
-        yield from _run_batches(mover, batches, note, zero if has_buffer else lambda: None)
+        yield from run_batches(mover, batches, note, zero if has_buffer else lambda: None)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
@@ -142,7 +144,7 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
     return transfer.error
 
 
-def _take_buffer(mover: Mover) -> bool:
+def take_buffer(mover: Mover) -> bool:
     """Take the staging buffer if it is free; whether that worked."""
     return mover.staging is not None and mover.staging.taken.acquire(blocking=False)
 
@@ -150,14 +152,14 @@ def _take_buffer(mover: Mover) -> bool:
 def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
     """Wait for the staging buffer, but not for long; whether it was taken."""
     deadline_s = mover.clock() + STAGING_PATIENCE_S
-    while not _take_buffer(mover):
+    while not take_buffer(mover):
         if mover.staging is None or mover.clock() >= deadline_s:
             return False
         yield None
     return True
 
 
-def _run_batches(
+def run_batches(
     mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None], meanwhile: Callable[[], None]
 ) -> Generator[Transfer | None, None, None]:
     """Fill one half of the buffer, which this load has taken, while the other is permuted; then free it.

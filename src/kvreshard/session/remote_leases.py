@@ -51,7 +51,7 @@ class _Source:
     """What is wanted of one source, by lease.
 
     `waiting`, `loaded`: requests. `loading`: number of loads. `releases`: leases to release when the source is met. `key_requests`: requests
-    that wait for its key. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
+    that wait for its key. `renamed`: leases of prefills that have begun again -> the next one of the same prefill. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
     """
 
     waiting: dict[RemoteLease, set[str]] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class _Source:
     loading: Counter[RemoteLease] = field(default_factory=Counter)
     releases: dict[RemoteLease, None] = field(default_factory=dict)
     key_requests: set[str] = field(default_factory=set)
+    renamed: dict[RemoteLease, RemoteLease] = field(default_factory=dict)
     handshake: Future[Peer] | None = None
     has_answer: bool = False
 
@@ -122,6 +123,20 @@ class RemoteLeases:
         """A load has begun. It must `end`."""
         self._source(load.remote).loading[load.lease] += 1
 
+    def change(self, old: Load, new: Load) -> None:
+        """A load that has begun goes on under another lease, since its prefill has begun again. It must end under that one.
+
+        Whoever releases the former lease means the latter.
+        """
+        source = self._source(old.remote)
+        source.renamed[old.lease] = new.lease
+        source.loading[old.lease] -= 1
+        if not source.loading[old.lease]:
+            del source.loading[old.lease]
+        self.begin(new)
+        if new.request in self._waiting:
+            self.start_renewing(Renew(new.request, new.remote, new.lease), None)
+
     def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
         """A load has ended. `is_kept`: a release or a cancel releases its source later. `peer` is None if it was not met."""
         source = self._source(load.remote)
@@ -144,10 +159,14 @@ class RemoteLeases:
 
     def release(self, release: Release) -> None:
         """No request that has been loaded wants the lease any more."""
-        source = self._source(release.remote)
-        for request in source.loaded.pop(release.lease, ()):
-            del self._loaded[request]
-        self._release(release.remote, release.lease)
+        source, lease = self._source(release.remote), release.lease
+        while True:
+            for request in source.loaded.pop(lease, ()):
+                del self._loaded[request]
+            self._release(release.remote, lease)
+            if lease not in source.renamed:
+                return
+            lease = source.renamed.pop(lease)
 
     def cancel(self, request: str) -> None:
         """A request, loaded or not, has been aborted."""

@@ -79,6 +79,11 @@ class ResultQueue:
             self._results.peers_change += num_peers - self._num_peers
             self._num_peers = num_peers
 
+    def note_advance(self) -> None:
+        """A prefill that is followed has gone on."""
+        with self._ended:
+            self._results.has_advanced = True
+
     def free(self, ended: Mapping[str, Cause]) -> None:
         """Leases have ended here."""
         with self._ended:

@@ -40,9 +40,9 @@ class Scratch:
         self._num_words[address] = num_words
         return address
 
-    def give(self, address: int) -> None:
-        """Free a place. An address that is not taken changes nothing."""
-        num_words = self._num_words.pop(address, 0)
-        start = (address - self.region.address) // WORD_BYTES
-        if num_words:
+    def give(self, address: int | None) -> None:
+        """Free a place. An address that is not taken, or None, changes nothing."""
+        num_words = 0 if address is None else self._num_words.pop(address, 0)
+        if address is not None and num_words:
+            start = (address - self.region.address) // WORD_BYTES
             self._is_taken[start : start + num_words] = bytes(num_words)

@@ -58,7 +58,7 @@ def _drive(steps: Steps, timeout_s: float) -> Moved:
     try:
         waiting = next(steps)
         while True:
-            if waiting is None:
+            if not isinstance(waiting, Transfer):
                 time.sleep(STAGING_POLL_S)
                 waiting = next(steps)
                 continue

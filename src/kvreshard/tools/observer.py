@@ -110,6 +110,12 @@ class WatchedLoad(LoadObserver):
     def check(self) -> CheckResult | None:
         return self._check
 
+    @property
+    def waits_for_end(self) -> bool:
+        """See `LoadObserver.waits_for_end`."""
+        moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
+        return moves and is_chosen(self._load.request, self._rank.options.digest_share)
+
     def noted(self, event: str, text: str = "") -> None:
         """See `LoadObserver.noted`."""
         if self._events is not None:
@@ -128,8 +134,7 @@ class WatchedLoad(LoadObserver):
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """Compare the load with its source, if its request is in the share."""
-        moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
-        if not moves or not is_chosen(self._load.request, self._rank.options.digest_share):
+        if not self.waits_for_end:
             return
         peer, memory = landing.peer, self._rank.memory
         mine, metadata_by_rank = landing.dst.rank_by_number[peer.route.dst_rank], peer.engine_metadata.rank_by_number
@@ -181,7 +186,7 @@ class WatchedLoad(LoadObserver):
     def _compare(self, landing: Landing, address: int) -> Generator[Transfer | None, None, None]:
         timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
         self.noted("checking", "comparing digests with the source")
-        num_bytes = yield from DigestCheck(self._load, landing, self._rank.memory, address, timeout_s, clock).steps()
+        num_bytes = yield from DigestCheck(landing.load, landing, self._rank.memory, address, timeout_s, clock).steps()
         self._check = "equal"
         self.noted("checked", f"{num_bytes} bytes are equal")
 

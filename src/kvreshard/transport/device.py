@@ -15,7 +15,7 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,25 @@ def enter_device(device: str) -> None:
 
     torch.accelerator.set_device_index(torch.device(device))
     torch.zeros(1, device=device)  # set_device_index alone makes no context where the device is the current one already
+
+
+def recorder(devices: Sequence[str]) -> Callable[[], Callable[[], bool]] | None:
+    """Leaves an event behind what the calling thread has told its current streams on these devices, "cuda:0", ...; None without a device.
+
+    What is returned says whether the event has happened. It never waits.
+    """
+    if not devices:
+        return None
+    import torch
+
+    def record() -> Callable[[], bool]:
+        events = []
+        for device in devices:
+            events.append(torch.Event(device))
+            events[-1].record(torch.accelerator.current_stream(device))
+        return lambda: all(event.query() for event in events)
+
+    return record
 
 
 def allocate(num_bytes: int, device: str) -> torch.Tensor:

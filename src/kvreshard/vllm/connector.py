@@ -24,8 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
+from kvreshard.vllm.scheduler import SchedulerSide
 from kvreshard.vllm.start_check import check_start
+from kvreshard.vllm.step_metadata import ReshardMetadata
 from kvreshard.vllm.versions import release
 from kvreshard.vllm.worker import WorkerSide
 
@@ -89,7 +90,11 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocate(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
+        return self._scheduler.take_metadata(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.finished_req_ids,
+            scheduler_output.preempted_req_ids or (),
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.on_worker_output(connector_output)
@@ -138,6 +143,12 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         """This rank's part of the engine's metadata; None in a replica."""
         return self._worker.part
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the step computes anything, which `start_load_kv` does not precede."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, ReshardMetadata):
+            self._worker.begin_step(connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if isinstance(self._connector_metadata, ReshardMetadata):
             self._worker.submit(self._connector_metadata)
@@ -173,10 +184,16 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to save: readers read the pages in place."""
+        """Nothing to save: readers read the pages in place, some of them already now."""
+        self._worker.end_layer(layer_name)
+
+    def finish_forward(self) -> None:
+        """The target model has computed the step."""
+        self._worker.end_step()
 
     def wait_for_save(self) -> None:
         """Nothing is saved, but the draft model's cache must be written: see `WorkerSide.wait_for_draft`."""
+        self._worker.end_step()
         if isinstance(self._connector_metadata, ReshardMetadata) and self._connector_metadata.waits_for_draft:
             self._worker.wait_for_draft()
 

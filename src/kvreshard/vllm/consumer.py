@@ -25,18 +25,20 @@ still write them (0.32.0 and 0.33.0, `Scheduler.defer_block_free`). With it, loa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, RemoteEngine, Renew, StopRenewing
+from kvreshard.session.handshake_messages import Address
 from kvreshard.vllm.fallbacks import REASONS, FallbackLog
+from kvreshard.vllm.following import Following
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
-from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
+from kvreshard.vllm.params import ParamsError, RemotePrefill, read_address, read_params, transfer_of
 from kvreshard.vllm.requests import EngineConfig
 from kvreshard.vllm.sources import KnownSources, Source, SourceHosts
+from kvreshard.vllm.waiting import Waiting, WaitingRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -46,42 +48,6 @@ logger = get_logger(__name__)
 
 Count = Callable[[str, str, int], None]
 """Adds an amount to a counter of `metrics`, under a label."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A request between its arrival and the end of its load.
-
-    `is_answer`: its source is an answer, and it is prefilled here. `key`: of its source, after the handshake; `unmet`: why that failed.
-    `num_loadable`: leading tokens, once known; `refusal`: why they must not be read all the same.
-    """
-
-    request: Request
-    prefill: RemotePrefill
-    is_answer: bool
-    key: bytes | None = None
-    unmet: Failure | None = None
-    num_loadable: int | None = None
-    refusal: Failure | None = None
-    num_computed: int = 0
-    is_loading: bool = False
-    is_aborted: bool = False
-
-    @property
-    def source(self) -> Source:
-        return self.prefill.remote, self.prefill.lease
-
-    @property
-    def is_unmet(self) -> bool:
-        """Whether the handshake failed and nothing was read. Ranks may differ: one whose handshake succeeded may have loaded its part."""
-        return self.refusal is not None or (self.key is None and self.unmet is not None)
-
-
-def _why_unread(unmet: Failure) -> str:
-    """The cause for which an answer is not read, by why its lease could not be checked."""
-    if unmet.kind == "stale lease":
-        return "ended"
-    return "unmet"
 
 
 class Consumer:
@@ -102,8 +68,11 @@ class Consumer:
         own_key: bytes | None = None,
         min_answer_tokens: int | None = None,
         is_shadow: bool = False,
+        following: Following | None = None,
     ) -> None:
         self._config, self._count = config, count
+        self.following = following
+        self._followed: dict[str, Request] = {}
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
         self.known = KnownSources(me, own_key)
@@ -111,25 +80,61 @@ class Consumer:
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.log = FallbackLog()
-        self._waiting: dict[str, _Waiting] = {}
-        # Of the same requests: those whose load is under way, and those of each source.
-        self._loading: set[str] = set()
-        self._of_source: dict[Source, set[str]] = {}
+        self.waiting = WaitingRequests()
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
-        is_answer = bool(params.get("do_remote_decode"))
+        is_answer, transfer = bool(params.get("do_remote_decode")), transfer_of(params)
         try:
+            if transfer and not is_answer:
+                self._follow(request, transfer, read_address(params))
+                return
             prefill = read_params(params)
         except ParamsError as error:
-            self._count("fallbacks", "params", 1)
-            if not is_answer:
-                self.missing_items.arrive_unknown(request, str(error))
-            self.log.computed(request.request_id, "params", str(error))
+            self._lose(request, "params", str(error), is_known=is_answer)
             return
+        yield from self._arrive(request, prefill, is_answer=is_answer)
+
+    def hear(self) -> Iterator[Command]:
+        """What the listeners of sources have said of prefills that are under way. What a load is to know of its own, its ranks hear."""
+        for request_id, found in self.following.take() if self.following is not None else ():
+            waiting = self.waiting.get(request_id)
+            if waiting is not None and waiting.is_loading:
+                continue
+            if isinstance(found, RemotePrefill):
+                yield from self._arrive(self._followed[request_id], found, is_answer=False)
+            elif waiting is not None:
+                yield from self.give_up(request_id, found.cause, found.text)
+            else:
+                self._lose(self._followed[request_id], found.cause, found.text, found.address)
+                self._unfollow(request_id)
+
+    def _follow(self, request: Request, transfer: str, address: Address) -> None:
+        """Ask a prefill engine's listener for a prefill that may be under way."""
+        cause = "shadow" if self.following is None else "host" if not self._hosts.allows(address.host) else ""
+        cause = cause if self._config.may_load else "role"
+        if cause or self.following is None:
+            self._lose(request, cause, "", address)
+            return
+        self.following.begin(request.request_id, transfer, address)
+        self._followed[request.request_id] = request
+
+    def _lose(
+        self, request: Request, cause: str, text: str, address: Address | None = None, *, is_known: bool = False
+    ) -> None:
+        """A request of whose prefill nothing is known is computed here. `is_known`: this engine has all of its items."""
+        remote = None if address is None else RemoteEngine("", "", address)
+        reason = REASONS[cause].format(remote=remote, text=text)
+        self._count("fallbacks", cause, 1)
+        if not is_known:
+            self.missing_items.arrive_unknown(request, reason)
+        self.log.computed(request.request_id, cause, reason)
+
+    def _arrive(self, request: Request, prefill: RemotePrefill, *, is_answer: bool) -> Iterator[Command]:
         # The ranks report the key of an answer's source once they have seen that its lease is still there.
         key = None if is_answer else self.known.find_key(prefill.remote)
-        waiting = _Waiting(request, prefill, is_answer, key)
+        transfer = transfer_of(request.kv_transfer_params or {}) if prefill.statement is not None else ""
+        waiting = Waiting(request, prefill, is_answer, key, transfer=transfer)
         if waiting.key is not None:
             self._compare_items(waiting)
         cause = self._find_obstacle(waiting)
@@ -140,13 +145,11 @@ class Consumer:
         ):
             yield Release(*waiting.source)
         elif cause is None:
-            self._forget(request.request_id)
-            self._waiting[request.request_id] = waiting
-            self._of_source.setdefault(waiting.source, set()).add(request.request_id)
+            self.waiting.add(request.request_id, waiting)
             asks_key = waiting.key is None and not (self._is_shadow or is_answer)
             yield Renew(request.request_id, prefill.remote, prefill.lease, asks_key=asks_key, checks_lease=is_answer)
 
-    def _find_obstacle(self, waiting: _Waiting) -> str | None:
+    def _find_obstacle(self, waiting: Waiting) -> str | None:
         """The cause for which a request that arrives cannot be loaded."""
         remote = waiting.prefill.remote
         if self.known.is_own(remote):
@@ -166,7 +169,7 @@ class Consumer:
         to verify the seal, and so unlocks nothing.
         """
         for request_id, key in keys.items():
-            waiting = self._waiting.get(request_id)
+            waiting = self.waiting.get(request_id)
             if waiting is None or waiting.key == key:
                 continue
             waiting.key = key
@@ -176,7 +179,7 @@ class Consumer:
                 if self.missing_items.is_hopeless(request_id):
                     yield from self._release(request_id, waiting)
         for request_id, failure in unmet.items():
-            waiting = self._waiting.get(request_id)
+            waiting = self.waiting.get(request_id)
             if waiting is not None:
                 if waiting.key is None and waiting.unmet is None:
                     self._compare_items(waiting)
@@ -194,13 +197,15 @@ class Consumer:
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond the `num_computed` that this engine has; None before the handshake."""
-        waiting = self._waiting.get(request.request_id)
+        if self.following is not None and request.request_id in self.following:
+            return None
+        waiting = self.waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return 0
         waiting.num_computed = num_computed
         if waiting.num_loadable is None:
             if waiting.is_answer and waiting.unmet is not None:
-                self._fall_back(waiting, _why_unread(waiting.unmet))
+                self._fall_back(waiting, "ended" if waiting.unmet.kind == "stale lease" else "unmet")
                 waiting.num_loadable = 0
                 return 0
             if waiting.key is None and not self._is_shadow:
@@ -212,20 +217,21 @@ class Consumer:
                 waiting.refusal = waiting.unmet
             waiting.num_loadable = self._count_tokens(waiting)
         num_missing = max(0, waiting.num_loadable - num_computed)
+        if num_missing and not self.waiting.may_begin(waiting, self._config.groups):
+            return None
         is_worthless = waiting.is_answer and num_missing < (self._min_answer_tokens or 0)
         return 0 if is_worthless else num_missing
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Command]:
         """Blocks are there: load `num_external` tokens, or release the source."""
-        waiting = self._waiting.get(request.request_id)
+        waiting = self.waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return
         self._note_unused(waiting, num_external)
         if num_external <= 0:
             yield from self._release(request.request_id, waiting)
             return
-        waiting.is_loading = True
-        self._loading.add(request.request_id)
+        self.waiting.begin_load(request.request_id, sum(map(len, blocks.blocks)))
         prefill = waiting.prefill
         transfer = make_transfer(self._config.groups, prefill, blocks, waiting.num_computed + num_external)
         yield Load(
@@ -237,38 +243,47 @@ class Consumer:
             gives_back=False,
             refusal=waiting.refusal,
             trace_headers=request.trace_headers,
+            transfer_id=waiting.transfer if waiting.is_early else "",
         )
 
-    @property
-    def num_loading(self) -> int:
-        """Requests whose load is under way."""
-        return len(self._loading)
+    def _unfollow(self, request_id: str) -> None:
+        if self.following is not None:
+            self.following.end(request_id)
+            self._followed.pop(request_id, None)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait until their load can begin."""
-        return len(self._waiting) - len(self._loading)
+        unknown = self.following.num_unknown if self.following is not None else 0
+        return len(self.waiting) - self.waiting.num_loading + unknown
 
     def reset(self) -> Iterator[Command]:
         """The caches were reset: what waits is computed here, since the engine may have got other weights."""
-        for request_id in list(self._waiting):
+        for request_id in self.waiting:
             yield from self.give_up(request_id, "reset")
 
     def give_up_longest(self) -> Iterator[Command]:
-        """Compute the request that waits longest here, since engines may wait for one another (`admission`)."""
-        return self.give_up(next(iter(self._waiting)), "deadlock")
+        """Compute the request that waits longest here, since engines may wait for one another (`admission`).
 
-    def give_up(self, request_id: str, cause: str) -> Iterator[Command]:
-        """Compute a request here that waits for its load, and release its source."""
-        waiting = self._waiting.get(request_id)
+        Where all that wait are loads whose prefills are under way, the one that has begun last.
+        """
+        longest = self.waiting.find_longest()
+        waiting = None if longest is None else self.waiting.get(longest)
+        if longest is not None and waiting is not None:
+            yield from [Cancel(longest)] if waiting.is_loading else self.give_up(longest, "deadlock")
+
+    def give_up(self, request_id: str, cause: str, text: str = "") -> Iterator[Command]:
+        """Compute a request here that waits for its load, and release its source. `text`: what is known of the cause."""
+        waiting = self.waiting.get(request_id)
         if waiting is not None and not waiting.is_loading:
-            self._fall_back(waiting, cause)
+            self._fall_back(waiting, cause, text)
             yield from self._release(request_id, waiting)
 
     def abort(self, request_id: str) -> Iterator[Command]:
         """The request has ended, in whatever way."""
         self.missing_items.end(request_id)
-        waiting = self._waiting.get(request_id)
+        self._unfollow(request_id)
+        waiting = self.waiting.get(request_id)
         if waiting is None:
             return
         waiting.is_aborted = True
@@ -279,7 +294,7 @@ class Consumer:
 
     def fail(self, request_id: str) -> bool:
         """A load has failed. Returns whether its request goes on, which it does unless it was aborted."""
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         if waiting is None or waiting.is_aborted:
             return False
         self._note_partial(waiting, "failure", 0, is_logged=False)
@@ -287,18 +302,19 @@ class Consumer:
 
     def ended(self, request_id: str) -> Iterator[Command]:
         """The load is over on every rank: release its source, unless other requests here still use it."""
-        waiting = self._forget(request_id)
+        waiting = self.waiting.forget(request_id)
+        self._unfollow(request_id)
         if waiting is not None:
             yield from self._release_source(waiting.source, waiting.is_unmet)
 
     def find_source(self, request_id: str) -> tuple[RemoteEngine | None, bool]:
         """From where a request that has arrived is loaded, and whether it has ended meanwhile."""
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         return (None, True) if waiting is None else (waiting.prefill.remote, waiting.is_aborted)
 
     def first_loaded(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, first token) where the load leaves earlier tokens of the group's blocks out: its source no longer has them."""
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         if waiting is None or not waiting.is_loading:
             return
         for group in self._config.groups:
@@ -307,26 +323,16 @@ class Consumer:
                 if first_missing(group, blocks, held) < held:
                     yield group, held
 
-    def _forget(self, request_id: str) -> _Waiting | None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            self._loading.discard(request_id)
-            self._of_source[waiting.source].discard(request_id)
-            if not self._of_source[waiting.source]:
-                del self._of_source[waiting.source]
-        return waiting
-
-    def _fall_back(self, waiting: _Waiting, cause: str) -> None:
+    def _fall_back(self, waiting: Waiting, cause: str, text: str = "") -> None:
         """Count and log that the request is computed here."""
         self._count("fallbacks", cause, 1)
         self._note_partial(waiting, cause, 0, is_logged=False)
         if waiting.key is None:
             self._compare_items(waiting)
-        unmet = "" if waiting.unmet is None else waiting.unmet.text
-        remote = waiting.prefill.remote
-        self.log.computed(waiting.request.request_id, cause, REASONS[cause].format(remote=remote, unmet=unmet), remote)
+        text, remote = text or ("" if waiting.unmet is None else waiting.unmet.text), waiting.prefill.remote
+        self.log.computed(waiting.request.request_id, cause, REASONS[cause].format(remote=remote, text=text), remote)
 
-    def _compare_items(self, waiting: _Waiting) -> None:
+    def _compare_items(self, waiting: Waiting) -> None:
         """Compare multimodal items and salt: under the source's key, or, where there will be none, as unknown."""
         prompt, key = waiting.prefill.prompt, waiting.key
         if self._is_shadow or waiting.is_answer or not (prompt.items or prompt.salt):
@@ -338,7 +344,7 @@ class Consumer:
             self.missing_items.arrive(waiting.request, prompt, prompt_key)
 
     def _note_partial(
-        self, waiting: _Waiting, cause: str, num_loaded: int, why: str = "", *, is_logged: bool = True
+        self, waiting: Waiting, cause: str, num_loaded: int, why: str = "", *, is_logged: bool = True
     ) -> None:
         """Count, and log unless another line says so, a request of which fewer tokens are loaded, or here already, than were prefilled.
 
@@ -352,7 +358,7 @@ class Consumer:
         if is_logged and not self._is_shadow:
             self.log.partial(waiting.request.request_id, cause, (num_loaded, num_prefilled), why)
 
-    def _note_unused(self, waiting: _Waiting, num_external: int) -> None:
+    def _note_unused(self, waiting: Waiting, num_external: int) -> None:
         """vLLM loads nothing where logprobs of the prompt are requested, and whole blocks only of a window that it replays.
 
         Where it loads nothing because a prefix hit ends inside a block, it has reported only where that block begins. What is missing of an
@@ -366,8 +372,9 @@ class Consumer:
         elif num_external > 0 or (num_loadable - num_loaded > self._largest_page and not waiting.is_answer):
             self._note_partial(waiting, "vllm", num_loaded)
 
-    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Command]:
-        self._forget(request_id)
+    def _release(self, request_id: str, waiting: Waiting) -> Iterator[Command]:
+        self._unfollow(request_id)
+        self.waiting.forget(request_id)
         yield StopRenewing(request_id)
         yield from self._release_source(waiting.source, waiting.is_unmet)
 
@@ -376,11 +383,11 @@ class Consumer:
 
         A source whose handshake failed on every rank is not contacted again for this.
         """
-        if source not in self._of_source and not is_unmet:
+        if not self.waiting.has_source(source) and not is_unmet:
             self.known.add_released(source)
             yield Release(*source)
 
-    def _count_tokens(self, waiting: _Waiting) -> int:
+    def _count_tokens(self, waiting: Waiting) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is not all of them."""
         found = self._loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
         if found.fallback:

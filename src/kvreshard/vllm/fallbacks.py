@@ -22,8 +22,12 @@ REASONS: Mapping[str, str] = {
         "a router sent the answer of {remote} with it, and this engine does not load answers; set bidirectional_kv_xfer to true "
         "here too"
     ),
-    "unmet": "the answer that it goes on from cannot be read: {unmet}",
+    "unmet": "the answer that it goes on from cannot be read: {text}",
     "ended": "{remote} holds the answer that it goes on from no longer: its time was over, or blocks were short there",
+    "params": "{text}",
+    "shadow": "in shadow mode nothing is read before a prefill has ended",
+    "unheard": "the prefill engine at {remote.address.host_port} does not say where its prefill stands: {text}",
+    "prefill": "its prefill at {remote.address.host_port} has ended without pages: {text}",
     "spent": "this engine has released its prefill before, after it was loaded, failed to load or was not needed",
     "reset": "the cache was reset after the request had arrived",
     "deadlock": (

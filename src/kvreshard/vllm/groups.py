@@ -60,6 +60,12 @@ class CacheGroup:
     is_replayed: bool = False
 
     @property
+    def is_append_only(self) -> bool:
+        """Whether it keeps all tokens of a request, each as it was written: readers may read them before the request has ended."""
+        is_held = self.page_tokens is not None and self.window_tokens is None and self.chunk_tokens is None
+        return is_held and not (self.is_state or self.is_replayed or self.ring_tokens)
+
+    @property
     def reach(self) -> Reach:
         """How far the group's layers look back, which identifies them on another engine."""
         return self.window_tokens, self.chunk_tokens

@@ -11,7 +11,7 @@ The compatibility entries are the first rank's, read where its model has been lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import envs
@@ -23,6 +23,7 @@ from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
+from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import instance_id_of, new_key
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.versions import exchanged_with
@@ -34,11 +35,14 @@ MAX_OUTCOMES = 10_000
 
 @dataclass(frozen=True)
 class RankPart(KVConnectorHandshakeMetadata):
-    """One rank's part of the engine's metadata: its layout in the wire form, its addresses, and what `compatibility` reads."""
+    """One rank's part of the engine's metadata: its layout in the wire form, its addresses, what `compatibility` reads, and which of its
+    fields may be read early.
+    """
 
     layout: bytes
     rank_metadata: RankMetadata
     compatibility: Mapping[str, str]
+    early_fields: Mapping[str, int] = field(default_factory=dict)
 
 
 class EngineHandshake:
@@ -51,6 +55,7 @@ class EngineHandshake:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
         self.key = new_key()
         self.instance_id = instance_id_of(self.key)
+        self.rendezvous = Rendezvous(self.key)
         self._listener: HandshakeServer | None = None
         self._address: Address | None = None
         self._logged: set[tuple[str, bool]] = set()
@@ -60,14 +65,22 @@ class EngineHandshake:
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
         ranks = [part.rank_metadata for part in parts.values()]
         compatibility = parts[min(parts)].compatibility
+        early_fields = {name: place for part in parts.values() for name, place in part.early_fields.items()}
         return make_engine_metadata(
-            layout, self.key, compatibility, ranks, self._options.kv_lease_duration, {"vllm_version": exchanged_with()}
+            layout,
+            self.key,
+            compatibility,
+            ranks,
+            self._options.kv_lease_duration,
+            {"vllm_version": exchanged_with()},
+            early_fields,
         )
 
     def begin_instance(self) -> None:
         """Another key and instance id: whoever has met this engine before meets it anew, as one that was started again."""
         self.key = new_key()
         self.instance_id = instance_id_of(self.key)
+        self.rendezvous.begin_instance(self.key)
         self._logged.clear()
 
     def listen(self, engine_metadata: EngineMetadata, default_port: int | None = None) -> Address:
@@ -84,7 +97,11 @@ class EngineHandshake:
             first = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if default_port is None else default_port
         port = first + self._vllm_config.parallel_config.data_parallel_index if first else 0
         self._listener = HandshakeServer(
-            Address(host, port), engine_metadata, self._log_outcome, keys=self._options.keys
+            Address(host, port),
+            engine_metadata,
+            self._log_outcome,
+            rendezvous=self.rendezvous,
+            keys=self._options.keys,
         )
         address = self._listener.address
         # Peers need an address that they can reach, also of an engine that listens everywhere.
@@ -92,6 +109,12 @@ class EngineHandshake:
             address = Address(get_ip(), address.port)
         self._address = address
         return address
+
+    def show_changes(self) -> None:
+        """Have questions answered that wait for prefills, if anything is new of these."""
+        if self.rendezvous.has_changed and self._listener is not None:
+            self.rendezvous.has_changed = False
+            self._listener.wake()
 
     def close(self) -> None:
         """Stop listening."""

@@ -125,6 +125,15 @@ def is_choice(request: str) -> bool:
     return _parent(request) is not None
 
 
+def owner_of(request: str) -> str:
+    """The request of which this is a choice, or itself.
+
+    >>> owner_of("0_cmpl-7"), owner_of("cmpl-7")
+    ('cmpl-7', 'cmpl-7')
+    """
+    return _parent(request) or request
+
+
 def _parent(request: str) -> str | None:
     found = _CHOICE.match(request)
     return None if found is None else found[1]

@@ -69,10 +69,9 @@ COUNTERS: Mapping[str, CounterSeries] = {
     "read_bytes": CounterSeries(
         "Bytes read for it, which staging makes more: it reads gaps too.", "way", ("direct", "staged")
     ),
+    "early_bytes": CounterSeries("Bytes of cache that arrived before their prefill had ended."),
     "failures": CounterSeries("Loads that failed, per rank.", "cause", get_args(FailureKind)),
-    "fallbacks": CounterSeries(
-        "Requests computed here although a prefill was offered.", "cause", ("params", *_FALLBACKS)
-    ),
+    "fallbacks": CounterSeries("Requests computed here although a prefill was offered.", "cause", _FALLBACKS),
     "partial_loads": CounterSeries(
         "Requests of which fewer tokens were loaded than had been prefilled.", "cause", _PARTIAL_LOADS
     ),
@@ -213,6 +212,8 @@ class ReshardStats(KVConnectorStats):
         samples["post_seconds"].append(moved.post_s)
         samples["load_bytes"].append(float(moved.num_read_bytes))
         samples["load_descriptors"].append(float(moved.num_copies))
+        if moved.num_early_bytes:
+            self.count("early_bytes", amount=moved.num_early_bytes)
         num_direct_bytes = moved.num_bytes - moved.num_staged_bytes  # read as they are, without gaps
         for counter, way, amount in (
             ("bytes", "staged", moved.num_staged_bytes),

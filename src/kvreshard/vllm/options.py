@@ -46,6 +46,7 @@ _POSITIVE = (
     "digest_timeout_s",
     "flight_recorder_files",
     "max_in_flight_bytes",
+    "transfer_wait_s",
 )
 
 
@@ -61,6 +62,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: float = 480.0
     kv_recompute_threshold: int = 64
+    early_reads_share: float = 0.5
+    transfer_wait_s: float = 30.0
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     call_timeout_s: float = Pace().call_s
@@ -100,6 +103,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
         SourceHosts(self.source_hosts)
+        if not 0.0 <= self.early_reads_share <= 1.0:
+            raise ValueError(
+                f"early_reads_share is {self.early_reads_share}; it is a share of this engine's blocks, 0 to 1"
+            )
         if not 0.0 <= self.digest_share <= 1.0:
             raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 

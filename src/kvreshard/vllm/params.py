@@ -33,6 +33,8 @@ from kvreshard.model.text import Name, plain
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
+from kvreshard.session.statement import Statement
+from kvreshard.vllm.leases import lease_name
 from kvreshard.vllm.page_list import read_pages
 from kvreshard.vllm.prompt import PromptDigest
 
@@ -90,6 +92,13 @@ class ReshardParams(msgspec.Struct, frozen=True):
     slot: int = 0
 
 
+class _ListenerParams(msgspec.Struct, frozen=True):
+    """The fields that a request with a `transfer_id` needs."""
+
+    remote_host: str
+    remote_port: int
+
+
 class _Params(msgspec.Struct, frozen=True):
     """The fields that a load needs."""
 
@@ -107,6 +116,7 @@ class RemotePrefill:
 
     `pages`: the block list of each group, by the group's name, as `page_list.write_pages` gives it: a list stays as short as what has
     travelled. `code`: the source's seal over it, once it has travelled. `made_of`: the block tables of `pages`, where they are at hand.
+    `statement`: what its source's listener has said, where it is not finished (`read_statement`).
     """
 
     remote: RemoteEngine
@@ -117,6 +127,7 @@ class RemotePrefill:
     prompt: PromptDigest
     code: bytes = b""
     made_of: Mapping[str, PageTable] | None = field(default=None, compare=False, repr=False)
+    statement: Statement | None = field(default=None, compare=False, repr=False)
 
     @property
     def has_state(self) -> bool:
@@ -156,6 +167,11 @@ class RemotePrefill:
 
     def _details(self) -> bytes:
         """What is sealed beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""
+        return self.details if self.statement is None else self.statement.sealed_details
+
+    @property
+    def details(self) -> bytes:
+        """What a source says of it beside lease and pages."""
         return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
 
 
@@ -201,6 +217,31 @@ def write_params(
     return params
 
 
+def transfer_of(params: Mapping[str, Any]) -> str:
+    """The `transfer_id` under which a router has sent a request to both engines at once, as a name; empty without.
+
+    Parameters that an engine has made come from a router that waits for the prefill.
+    """
+    found = params.get("transfer_id")
+    return lease_name(found) if isinstance(found, str) and found and KEY not in params else ""
+
+
+def read_address(params: Mapping[str, Any]) -> Address:
+    """Where the prefill engine of a request with a `transfer_id` listens. Raises ParamsError."""
+    try:
+        read = msgspec.convert(_restored(dict(params)), _ListenerParams)
+    except msgspec.ValidationError as error:
+        raise ParamsError(
+            f"kv_transfer_params with a transfer_id need remote_host and remote_port, where the prefill engine listens: {plain(error)}"
+        ) from error
+    if not _HOST.match(read.remote_host) or not 1 <= read.remote_port <= 65535:
+        raise ParamsError(
+            f"kv_transfer_params: remote_host is {plain(read.remote_host, 80)!r} and remote_port {read.remote_port}; they must be a name or an "
+            "address, and a port"
+        )
+    return Address(read.remote_host, read.remote_port)
+
+
 def names_source(params: Mapping[str, Any]) -> bool:
     """Whether the parameters of a request say that another engine has a part of it: a prefill, or an answer for the next prefill."""
     return bool(params.get("do_remote_prefill") or (params.get("do_remote_decode") and params.get("remote_block_ids")))
@@ -238,6 +279,38 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     return RemotePrefill(
         remote, lease, read.remote_num_tokens, read.kvreshard.groups, pages, read.kvreshard.prompt, code
     )
+
+
+def read_statement(statement: Statement, address: Address) -> RemotePrefill:
+    """A prefill that is under way, as its source's listener at `address` states it. Raises ParamsError."""
+    try:
+        num_tokens, groups, prompt = _details_decoder.decode(statement.details)
+        tables = statement.tables()
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError, KvReshardError, RecursionError) as error:
+        raise ParamsError(f"what the listener at {address} says of a prefill cannot be used: {plain(error)}") from error
+    names = [group.name for group in groups]
+    if len(set(names)) != len(names) or not tables.keys() <= set(names) or num_tokens != statement.num_tokens:
+        raise ParamsError(
+            f"what the listener at {address} says of a prefill cannot be used: it describes groups {plain(names)} of {num_tokens} tokens and "
+            f"lists pages of {plain(sorted(tables))} of {statement.num_tokens}"
+        )
+    _check_groups(groups)
+    return RemotePrefill(
+        RemoteEngine(statement.engine, statement.instance_id, address),
+        RemoteLease(statement.request, statement.slot, statement.word),
+        num_tokens,
+        groups,
+        {},
+        prompt,
+        statement.code,
+        made_of=tables,
+        statement=statement,
+    )
+
+
+_details_decoder = msgspec.json.Decoder(
+    tuple[int, Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)], PromptDigest]
+)
 
 
 def _read_lists(read: ReshardParams) -> dict[str, str]:
@@ -291,6 +364,10 @@ def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> N
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:
             raise ParamsError(f"kv_transfer_params: {name} is {value}; it must be from {low} to {high}")
+    _check_groups(groups)
+
+
+def _check_groups(groups: Sequence[GroupParams]) -> None:
     for group in groups:
         sizes = (
             *(group.first_page, group.first_token or 0, group.page_tokens),

@@ -21,7 +21,7 @@ withdrawn (`withdraw_oldest_answer`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,12 +30,14 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.model.tables import PageTable
-from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
+from kvreshard.session.commands import Acquire, Command, Publish, RemoteEngine, RemoteLease
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import instance_id_of, prompt_key
+from kvreshard.vllm.early_prefills import EarlyPrefills
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
-from kvreshard.vllm.leases import Leases, is_choice
+from kvreshard.vllm.leases import Leases, is_choice, owner_of
 from kvreshard.vllm.page_list import write_pages
 from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
@@ -63,6 +65,7 @@ class Producer:
         lease_s: float,
         num_slots: int,
         answer_lease_s: float | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self._engine, self._key, self._config, self._lease_s = engine, key, config, lease_s
         self._answer_lease_s = answer_lease_s
@@ -76,7 +79,9 @@ class Producer:
         self._held_blocks: dict[str, int] = {}
         self._num_blocks_held = 0
         self.last_pages = LastPages(config.groups)
+        self._holds_last_pages = config.num_backoff_tokens < MIN_COMPUTED_TOKENS
         self.address: Address | None = None
+        self.early = EarlyPrefills(config.groups, rendezvous or Rendezvous(key), self._describe_early)
         self._has_logged_size = False
         self.repeats = Repeats(logger)
 
@@ -114,7 +119,11 @@ class Producer:
         yield from self._leases.unpublished
 
     def arrive(self, request: Request) -> None:
-        """Drop the trailing tokens, once: a preempted request arrives again."""
+        """Drop the trailing tokens, once: a preempted request arrives again. From now on readers may ask for its `transfer_id`."""
+        self._drop_last_tokens(request)
+        self.early.hear(request, owner_of(request.request_id))
+
+    def _drop_last_tokens(self, request: Request) -> None:
         backoff, params = self._config.num_backoff_tokens, request.kv_transfer_params
         if (
             not backoff
@@ -153,10 +162,22 @@ class Producer:
             )
             return
         if is_prefill:
-            if self._config.num_backoff_tokens < MIN_COMPUTED_TOKENS:
+            if self._holds_last_pages:
                 self.last_pages.expect(request.request_id, request.num_prompt_tokens)
             self._computing[request.request_id] = request
+            self.early.schedule(request, lease)
         yield lease
+
+    def preempt(self, request_ids: Iterable[str]) -> Iterator[Command]:
+        """Requests have lost their blocks: their leases end before this step overwrites them. Each takes another when it gets blocks again."""
+        for request_id in request_ids:
+            lease = self._leases.find(request_id)
+            if lease is not None:
+                self.early.preempt(request_id)
+                self._computing.pop(request_id, None)
+                self.last_pages.release(request_id)
+                self._leases.release(request_id)
+                yield lease.revoke
 
     def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
         """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""
@@ -170,6 +191,7 @@ class Producer:
         self._computing.pop(request.request_id, None)
         lease = self._leases.find(request.request_id)
         if lease is None:
+            self.early.end(request.request_id, "it has ended before it was computed, or no lease slot was free")
             return None, None
         is_answer = not _is_prefill(request)
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -179,20 +201,21 @@ class Producer:
             self._log_beyond(request.request_id)
         if not good or self.address is None or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
-            return None, Revoke(lease.request)
+            return None, lease.revoke
         prompt = read_prompt(request, self._config)
         params = self._leases.find_shared(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
-            return params, Revoke(lease.request)
+            return params, lease.revoke
         block_ids = self.last_pages.restore(request.request_id, block_ids)
         remote_lease = RemoteLease(lease.request, lease.slot, lease.word)
         prefill = self.describe(request, block_ids, num_tokens, remote_lease, self.address)
         params = self.write(prefill, is_answer=is_answer)
         if params is None:
             self.freed(request.request_id)
-            return None, Revoke(lease.request)
+            return None, lease.revoke
         self._leases.publish(request.request_id, prompt, num_tokens, params)
+        self.early.complete(request.request_id, prefill)
         self._held_blocks[request.request_id] = sum(len(table.pages) for table in prefill.tables().values())
         self._num_blocks_held += self._held_blocks[request.request_id]
         lease_s = self._lease_s
@@ -245,6 +268,34 @@ class Producer:
     ) -> RemotePrefill:
         """The first `num_tokens` tokens of a finished request, as a reader needs them."""
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
+        return self._describe(request, pages, num_tokens, lease, address)
+
+    def _describe_early(self, request: Request, lease: Acquire) -> RemotePrefill | None:
+        """A prefill that is being computed, without pages: what readers will find of its whole prompt."""
+        if self.address is None:
+            return None
+        num_tokens, none = int(request.num_prompt_tokens), tuple[int, ...]()
+        # Of windows what is there in any case when it ends: what the next token attends to, and what is held of the last (`last_pages`).
+        last = num_tokens - int(self._holds_last_pages)
+        needed = [group.first_needed(last) for group in self._config.groups]
+        pages = [
+            (token // group.page_tokens if group.page_tokens else 0, none)
+            for group, token in zip(self._config.groups, needed, strict=True)
+        ]
+        named = RemoteLease(lease.request, lease.slot, lease.word)
+        return self._describe(request, pages, num_tokens, named, self.address, needed)
+
+    def _describe(
+        self,
+        request: Request,
+        pages: Sequence[tuple[int, tuple[int, ...]]],
+        num_tokens: int,
+        lease: RemoteLease,
+        address: Address,
+        needed: Sequence[int] | None = None,
+    ) -> RemotePrefill:
+        """`pages`: first page and page ids of each group. `needed`: of each, the first token that is promised, where that is not all of them."""
+        promised = needed or [0] * len(pages)
         tables = {
             group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
             for group, (first, ids) in zip(self._config.groups, pages, strict=True)
@@ -263,10 +314,14 @@ class Producer:
                     group.window_tokens,
                     group.chunk_tokens,
                     group.ring_tokens,
-                    max(group.first_written(num_tokens), self._first_loaded.get((request.request_id, group.name), 0))
+                    max(
+                        group.first_written(num_tokens),
+                        self._first_loaded.get((request.request_id, group.name), 0),
+                        token if group.page_tokens else 0,
+                    )
                     or UNSET,
                 )
-                for group, (first, _) in zip(self._config.groups, pages, strict=True)
+                for group, (first, _), token in zip(self._config.groups, pages, promised, strict=True)
             ),
             {group.name: write_pages(ids) for group, (_, ids) in zip(self._config.groups, pages, strict=True) if ids},
             digest_prompt(read_prompt(request, self._config), num_tokens, key),
@@ -307,6 +362,7 @@ class Producer:
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
+        self.early.end(request_id, "its pages are no longer held, or it ended without any")
         self.last_pages.release(request_id)
         self._answers.pop(request_id, None)
         self._leases.release(request_id)
@@ -319,7 +375,7 @@ class Producer:
         self._answers.pop(request_id, None)
         lease = self._leases.find(request_id)
         if lease is not None:
-            yield Revoke(lease.request)
+            yield lease.revoke
 
 
 def _is_prefill(request: Request) -> bool:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Publish
@@ -20,16 +17,19 @@ from kvreshard.session.engine_metadata import encode_engine_metadata
 from kvreshard.vllm.admission import Admission, DeadlockDetector
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.describe.model_config import has_draft
+from kvreshard.vllm.following import Following
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
+from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.outcomes import FailureLog, merge_failures
+from kvreshard.vllm.outcomes import FailureLog
 from kvreshard.vllm.params import names_source
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.requests import read_config, refuse
 from kvreshard.vllm.sources import SourceHosts
 from kvreshard.vllm.start_lines import log_open_sources, log_start, warn_of_policy
+from kvreshard.vllm.step_metadata import ReshardMetadata, ReshardWorkerMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -40,56 +40,6 @@ logger = get_logger(__name__)
 
 # Answers are withdrawn where a smaller share of the pool is free: running requests need blocks too, and vLLM preempts one that gets none.
 MIN_FREE_SHARE = 0.1
-
-
-@dataclass
-class ReshardMetadata(KVConnectorMetadata):
-    """What the scheduler sends to all ranks in one step.
-
-    `engine_metadata`: once, encoded. `is_idle`: nothing is computed in this step or in another that is under way, so that a rank may wait
-    a moment for its loads. `waits_for_draft`: a prefill may end with this step, and the engine has a draft model
-    (`WorkerSide.wait_for_draft`).
-    """
-
-    commands: list[Command] = field(default_factory=list)
-    # It holds the engine's key, and vLLM logs steps that fail.
-    engine_metadata: bytes | None = field(default=None, repr=False)
-    is_idle: bool = False
-    waits_for_draft: bool = False
-
-
-@dataclass
-class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks report to the scheduler beside their results.
-
-    `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
-    keys after a handshake, by request; `unmet`: why a handshake failed, by request. `failed`: why a load failed, by request and rank.
-    `expired`: leases that ran out before they were read.
-    """
-
-    quarantined: set[tuple[str, int]] = field(default_factory=set)
-    settled: set[tuple[str, int]] = field(default_factory=set)
-    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
-    unmet: dict[str, Failure] = field(default_factory=dict)
-    failed: dict[str, dict[int, Failure]] = field(default_factory=dict)
-    expired: set[str] = field(default_factory=set)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.quarantined or self.settled or self.keys or self.unmet or self.failed or self.expired)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
-        """Both ranks' together."""
-        if not isinstance(other, ReshardWorkerMetadata):
-            return self
-        return ReshardWorkerMetadata(
-            self.quarantined | other.quarantined,
-            self.settled | other.settled,
-            self.keys | other.keys,
-            self.unmet | other.unmet,
-            merge_failures(self.failed, other.failed),
-            self.expired | other.expired,
-        )
 
 
 class DelayedLoads:
@@ -130,7 +80,15 @@ class SchedulerSide:
         reads_back = options.bidirectional_kv_xfer
         self._listens = self._is_producer or reads_back
         answer_lease_s = options.decoder_kv_blocks_ttl if reads_back else None
-        self._producer = Producer(engine, key, config, options.kv_lease_duration, options.lease_slots, answer_lease_s)
+        self._producer = Producer(
+            engine,
+            key,
+            config,
+            options.kv_lease_duration,
+            options.lease_slots,
+            answer_lease_s,
+            self._handshake.rendezvous,
+        )
         self.stats = ReshardStats()
         self._consumer = Consumer(
             (engine, self._handshake.instance_id),
@@ -139,6 +97,7 @@ class SchedulerSide:
             hosts=SourceHosts(options.source_hosts),
             own_key=key,
             min_answer_tokens=options.kv_recompute_threshold if reads_back else None,
+            following=Following(engine, options.keys, options.transfer_wait_s),
         )
         waits = reads_back and not config.may_load
         self._delayed = DelayedLoads(vllm_config.max_concurrent_batches - 1 if waits else 0)
@@ -151,7 +110,7 @@ class SchedulerSide:
         self._gauges: dict[str, int] = {}
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
-        self._admission = Admission()
+        self._admission, self._idle = Admission(), Idle()
         self._deadlock = DeadlockDetector(options.kv_lease_duration)
         self._manager: KVCacheManager | None = None
         self._has_draft = has_draft(vllm_config)
@@ -189,6 +148,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
+        self._idle.is_over()
         if names_source(params):
             self._arrived_s[request.request_id] = time.monotonic()
             found = (
@@ -243,19 +203,28 @@ class SchedulerSide:
         """
         return bool(self._metadata.commands or self._delayed)
 
-    def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
-        """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`: requests that ended before it."""
-        is_looking = self._admission.is_looking
-        is_still = not num_scheduled and is_looking and self._producer.is_publishing and self._is_waiting
-        if self._deadlock.step(is_still):
+    def take_metadata(
+        self, num_scheduled: Mapping[str, int], finished: Iterable[str], preempted: Iterable[str] = ()
+    ) -> ReshardMetadata:
+        """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`, `preempted`: requests that ended or lost their blocks
+        before it.
+        """
+        if self._deadlock.step(not num_scheduled and self._admission.is_looking and self._stands_still):
             self._add(self._consumer.give_up_longest())
         self._give_up_what_never_fits()
         self._withdraw_answers()
         self._computing.difference_update(finished)
         self._computing.update(num_scheduled)
+        self._add(self._producer.preempt(preempted))
+        is_idle = self._may_be_idle and not self._computing
+        if is_idle and not self._metadata.commands and not self._consumer.waiting.num_loading:
+            self._idle.wait(self._consumer)
+        self._add(self._consumer.hear())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.commands = self._delayed.step(metadata.commands)
-        metadata.is_idle = self._may_be_idle and not self._computing
+        metadata.computed = list(self._producer.early.step(num_scheduled, self._manager))
+        metadata.patience_s = self._idle.patience_s(self._consumer) if is_idle else 0.0
+        self._handshake.show_changes()
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
         self._producer.last_pages.hold()
         return metadata
@@ -267,6 +236,8 @@ class SchedulerSide:
             self._update_quarantine(meta)
             self._failures.add(meta.failed)
             self._expired |= meta.expired
+            if meta.has_advanced:
+                self._deadlock.step(False)
             self._log_unmet(meta.unmet)
             if meta.keys or meta.unmet:
                 self._add(self._consumer.meet(meta.keys, meta.unmet))
@@ -294,7 +265,7 @@ class SchedulerSide:
             "leases_held": self._producer.num_leases,
             "blocks_held": self._producer.num_blocks_held,
             "loads_waiting": self._consumer.num_waiting,
-            "loads_in_flight": self._consumer.num_loading,
+            "loads_in_flight": self._consumer.waiting.num_loading,
             "quarantine_blocks_held": self._quarantine.num_blocks,
             "pool_blocks": 0 if self._manager is None else int(self._manager.block_pool.num_gpu_blocks),
         }
@@ -308,25 +279,37 @@ class SchedulerSide:
         """vLLM's cache was reset. False while loads are under way that may bring the old cache back."""
         self._add(self._producer.reset())
         self._add(self._consumer.reset())
-        return not self._consumer.num_loading
+        return not self._consumer.waiting.num_loading
 
     def bind(self, manager: KVCacheManager) -> None:
         """Use the engine's cache manager."""
         self._manager = manager
+        self._consumer.waiting.max_early_blocks = int(
+            manager.block_pool.num_gpu_blocks * self._options.early_reads_share
+        )
         self._producer.last_pages.manager = manager
         self._quarantine.bind(manager)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and asking others."""
         self._handshake.close()
+        if self._consumer.following is not None:
+            self._consumer.following.close()
 
     def _add(self, commands: Iterable[Command]) -> None:
         self._metadata.commands.extend(commands)
 
     @property
-    def _is_waiting(self) -> bool:
-        """Whether requests wait to be loaded, and none is being loaded."""
-        return self._consumer.num_waiting > 0 and not self._consumer.num_loading
+    def _stands_still(self) -> bool:
+        """Whether requests wait to be loaded, none is being loaded, and others may wait for blocks of this engine.
+
+        A load whose prefill is under way waits too. Where another request got no blocks, it may hold those for which its prefill waits.
+        """
+        num_early = self._consumer.waiting.num_early
+        if self._consumer.waiting.num_loading > num_early:
+            return False
+        is_circle = self._producer.is_publishing and self._consumer.num_waiting > 0
+        return is_circle or (num_early > 0 and self._unserved is not None)
 
     def _log_unmet(self, unmet: Mapping[str, Failure]) -> None:
         for request_id, failure in unmet.items():

@@ -14,35 +14,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvreshard.model import KvReshardError, wire
 from kvreshard.model.logs import fields, get_logger
-from kvreshard.session.commands import Command, Publish, Results
+from kvreshard.session.commands import Acquire, Command, Publish, Results, Revoke
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Staging
+from kvreshard.session.progress import ProgressBoard
 from kvreshard.tools.observer import RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
-from kvreshard.transport.device import TensorMemory, enter_device
+from kvreshard.transport.device import TensorMemory, enter_device, recorder
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.describe.place import read_place
+from kvreshard.vllm.early_fields import find_early_fields
+from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.start_check import check_outer
+from kvreshard.vllm.step_metadata import ReshardMetadata, ReshardWorkerMetadata
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
-
-# How long an engine that computes nothing waits in a step for its loads. A load of a megabyte takes some 3 ms; after a step that finds
-# nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is messages between its processes).
-# A request that arrives meanwhile waits at most this long.
-PATIENCE_S = 0.004
 
 
 class WorkerSide:
@@ -59,6 +57,10 @@ class WorkerSide:
         self._devices: tuple[str, ...] = ()
         self._rank = 0
         self._patience_s = 0.0
+        # The layers that tell their end, by name, and those of this step that have.
+        self._layers: dict[str, int] = {}
+        self._layers_done: set[int] = set()
+        self._num_layers_done = 0
         self._metadata = ReshardWorkerMetadata()
         self._unread: set[str] = set()
         # Loads whose reads may still write their pages.
@@ -97,6 +99,8 @@ class WorkerSide:
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
         memory = HostMemory() if devices <= {"cpu"} else TensorMemory(tensors)
         observer = RankObserver(rank.rank, memory, self._options.observer, recorder=self._make_recorder())
+        groups = read_groups(self._kv_cache_config, self._vllm_config.parallel_config.decode_context_parallel_size)
+        early_fields, self._layers = find_early_fields(part, groups, self._vllm_config)
         endpoint = Endpoint(
             rank.rank,
             transport,
@@ -105,6 +109,7 @@ class WorkerSide:
             table=table,
             staging=None if buffer is None else Staging(buffer.data_ptr(), buffer.nbytes),
             observer=observer,
+            board=ProgressBoard(table, recorder(self._devices)),
         )
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
@@ -121,8 +126,10 @@ class WorkerSide:
                 len(table),
                 observer.mailbox.region.address,
                 len(observer.mailbox),
+                table.progress_address,
             ),
             read_compatibility(self._vllm_config),
+            early_fields,
         )
         endpoint.start()
         logger.debug(
@@ -160,6 +167,32 @@ class WorkerSide:
             self._is_asleep = False
             self.register(self._kv_caches)
 
+    def begin_step(self, metadata: ReshardMetadata) -> None:
+        """Before a step is computed: take leases and end others, whose pages it may overwrite, and note what it computes for readers."""
+        if self._endpoint is None:
+            return
+        for command in metadata.commands:
+            if isinstance(command, Acquire | Revoke):
+                self._endpoint.submit(command)
+        self._layers_done.clear()
+        self._num_layers_done = 0
+        self._endpoint.begin_step(metadata.computed)
+
+    def end_layer(self, name: str) -> None:
+        """A layer of the step has been computed, or ordered to be."""
+        place = self._layers.get(name)
+        if place is None or self._endpoint is None or not self._endpoint.board.is_computing:
+            return
+        self._layers_done.add(place)
+        while self._num_layers_done in self._layers_done:
+            self._num_layers_done += 1
+        self._endpoint.board.layer(self._num_layers_done)
+
+    def end_step(self) -> None:
+        """All of the step has been computed, or ordered to be."""
+        if self._endpoint is not None:
+            self._endpoint.board.end()
+
     def submit(self, metadata: ReshardMetadata) -> None:
         """Pass this step's commands to the session."""
         if self._is_asleep:
@@ -168,11 +201,12 @@ class WorkerSide:
         if self._endpoint is None:
             self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
-        self._patience_s = PATIENCE_S if metadata.is_idle else 0.0
+        self._patience_s = metadata.patience_s
         if metadata.engine_metadata is not None:
             engine_metadata = decode_engine_metadata(metadata.engine_metadata)
             self._endpoint.introduce(engine_metadata, engine_metadata.decode_layout())
-        commands, self._commands = [*self._commands, *metadata.commands], []
+        others = [command for command in metadata.commands if not isinstance(command, Acquire | Revoke)]
+        commands, self._commands = [*self._commands, *others], []
         for command in commands:
             self._endpoint.submit(command)
 
@@ -192,6 +226,7 @@ class WorkerSide:
         self._quarantined = (self._quarantined | quarantined) - results.settled
         self._metadata.quarantined.update((request, self._rank) for request in quarantined)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
+        self._metadata.has_advanced |= results.has_advanced
         self._metadata.keys.update(results.keys)
         self._metadata.unmet.update(results.unmet)
         self._metadata.failed.update({request: {self._rank: failure} for request, failure in results.failed.items()})

@@ -141,7 +141,7 @@ def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, mon
 def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Acquire("r", SLOT, WORD))
-        endpoint.submit(Revoke("r"))
+        endpoint.submit(Revoke("r", SLOT, WORD))
     world.turn()
     assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
 
@@ -150,7 +150,7 @@ def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages
     world.acquire_and_publish()
     world.turn()
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r"))
+        endpoint.submit(Revoke("r", SLOT, WORD))
     world.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 

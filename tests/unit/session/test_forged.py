@@ -159,7 +159,7 @@ def test_a_digest_request_before_the_offer_waits_for_it() -> None:
     world.close()
 
 
-@pytest.mark.parametrize("end", [Revoke("r"), Acquire("r", SLOT, WORD + 1)])
+@pytest.mark.parametrize("end", [Revoke("r", SLOT, WORD), Acquire("r", SLOT, WORD + 1)])
 def test_a_digest_request_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Acquire) -> None:
     world = make_world(1, 1, watched=CHECKED)
     for endpoint in world.src.endpoints.values():

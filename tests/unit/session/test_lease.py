@@ -123,7 +123,8 @@ def test_slots_and_words_out_of_range_are_refused(table: LeaseTable, slot: int, 
 
 
 def test_the_table_lies_in_memory_that_can_be_registered(table: LeaseTable) -> None:
-    assert (table.region.size_bytes, table.region.address % 4096) == (4096, 0)
+    assert (table.region.size_bytes, table.region.address % 4096) == (8192, 0)
+    assert table.progress_address == table.region.address + 4096
 
 
 def test_a_request_that_acquires_again_leaves_no_word_behind(table: LeaseTable, book: LeaseBook) -> None:

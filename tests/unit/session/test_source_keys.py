@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 from tests.pairs.small import request
-from tests.unit.session.world import KEY, LEASE, REMOTE, ScriptedPeers, World, at_once, collect, make_world, meet, seal
+from tests.unit.session.world import (
+    KEY,
+    LEASE,
+    REMOTE,
+    SLOT,
+    WORD,
+    ScriptedPeers,
+    World,
+    at_once,
+    collect,
+    make_world,
+    meet,
+    seal,
+)
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Failure, Load, RemoteEngine, RemoteLease, Renew, Revoke, StopRenewing
@@ -182,7 +195,7 @@ def test_a_lease_is_checked_before_the_key_of_its_source_is_returned() -> None:
         {"another word": "stale lease"}
     ] * 3
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r"))
+        endpoint.submit(Revoke("r", SLOT, WORD))
     world.turn()
     check(world, "late")
     for _ in range(3):

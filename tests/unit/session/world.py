@@ -26,6 +26,7 @@ from kvreshard.session.commands import (
 )
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover, Staging
@@ -75,6 +76,7 @@ class Side:
     staging: list[np.ndarray] = field(default_factory=list)
     lease_s: float = 30.0
     key: bytes = KEY
+    is_early: bool = True
 
     def engine_metadata(self) -> EngineMetadata:
         ranks = [
@@ -85,10 +87,12 @@ class Side:
                 len(self.tables[rank]),
                 self.observers[rank].mailbox.region.address,
                 len(self.observers[rank].mailbox),
+                self.tables[rank].progress_address,
             )
             for rank in self.transports
         ]
-        return make_engine_metadata(self.layout, self.key, {}, ranks, self.lease_s)
+        early = {field.name: int(field.name.split(".")[1]) for field in self.layout.fields} if self.is_early else {}
+        return make_engine_metadata(self.layout, self.key, {}, ranks, self.lease_s, early_fields=early)
 
     def turn(self, times: int = 3) -> None:
         for _ in range(times):
@@ -163,6 +167,7 @@ def make_side(
     recorder: Recorder | None = None,
     local: tuple[str, LocalMemory] = HOST,
     watched: ObserverOptions = UNWATCHED,
+    follower: Callable[[], Follower | None] = lambda: None,
 ) -> Side:
     """One engine whose caches lie on a device, and what reads them there: (device, memory)."""
     device, local_memory = local
@@ -183,6 +188,7 @@ def make_side(
             clock=world_clock,
             peers=peers(rank.rank),
             observer=observer,
+            follower=follower(),
         )
         areas = [MemoryRegion(g.address, g.size_bytes) for g in rank.regions]
         transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
@@ -279,8 +285,12 @@ def make_world(
     recorder: Recorder | None = None,
     local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]] = (HOST, HOST),
     watched: ObserverOptions = UNWATCHED,
+    follower: Callable[[], Follower | None] = lambda: None,
+    stages: tuple[int, ...] = (0, 0),
 ) -> World:
-    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`. `watched`: of the loads."""
+    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`. `watched`: of
+    the loads; `follower`: of each of their ranks. `stages`: of the source's layers.
+    """
     clock, fabric = Clock(), Fabric()
     faults: dict[int, Fault] = {}
     made = World(clock, fabric, None, None, [], faults, [])
@@ -289,14 +299,14 @@ def make_world(
         return faults.get(index, faults.get(-1, Fault()))
 
     src, dst = (
-        engine(name, tp=tp, page=page, num_pages=24, kind=KIND, stages=(0, 0))
-        for name, tp, page in (("prefill", src_tp, 4), ("decode", dst_tp, 6))
+        engine(name, tp=tp, page=page, num_pages=24, kind=KIND, stages=layers)
+        for name, tp, page, layers in (("prefill", src_tp, 4, stages), ("decode", dst_tp, 6, (0,) * len(stages)))
     )
     made.src = make_side(
         clock, fabric, src, lambda rank: FakePeers(made, rank), lambda i, t: Fault(), options, None, local[0]
     )
     made.dst = make_side(
-        clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1], watched
+        clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1], watched, follower
     )
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.pairs.small import request
-from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
+from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load, seal
 
 from kvreshard.session.commands import Failure, Load, Revoke
 from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES
@@ -150,7 +150,7 @@ def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> Non
     meet(world)
     world.dst.turn()
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r"))
+        endpoint.submit(Revoke("r", SLOT, WORD))
     world.turn(6)
     _, checks, failures = results(world)
     assert (checks, {failure.kind for failure in failures}) == ({"refused"}, {"digest"})

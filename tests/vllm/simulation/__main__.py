@@ -11,14 +11,14 @@ from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import draw
 from tests.vllm.simulation.world import World
 
-from kvreshard.vllm import worker
+from kvreshard.vllm import idle
 
 
 def main(seed: int, seconds: float) -> int:
     """Exit status 1 if anything was wrong in any world."""
     base = base_config()
     logging.disable(logging.CRITICAL)
-    worker.PATIENCE_S = 0.0
+    idle.SHORTEST_S = idle.LONGEST_S = 0.0
     started_s, num_worlds, num_bad = time.monotonic(), 0, 0
     totals = dict.fromkeys(("ended", "loaded", "looked at", "preempted", "given up"), 0)
     while time.monotonic() < started_s + seconds:

@@ -136,7 +136,14 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
     for name, role in roles.items():
         shape = _shape(rng, model, window, role, max_stages, drafts)
         shapes[name] = replace(shape, is_multi_module=is_multi_module)
-    return model, shapes, weather
+    return model, shapes, _with_early_reads(seed, weather)
+
+
+def _with_early_reads(seed: int, weather: Weather) -> Weather:
+    """In half of the worlds some or all requests are sent to both engines at once."""
+    rng = random.Random(~seed)
+    early = rng.choice([0.0, 0.0, 0.4, 1.0])
+    return replace(weather, early=early, unheard=0.0 if weather.is_calm or not early else rng.choice([0.0, 0.2]))
 
 
 def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages: int, num_drafts: int) -> Shape:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from tests.vllm.simulation.runner import Runner
 from tests.vllm.simulation.text import Picture, Text
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -39,19 +40,23 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvreshard.model import wire
+from kvreshard.model import EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions, Load
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
+from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Staging
 from kvreshard.session.peers import Peers
+from kvreshard.session.progress import ProgressBoard
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
+from kvreshard.vllm.early_fields import find_early_fields
+from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.worker import WorkerSide
@@ -89,6 +94,15 @@ class Shape:
     reads_back: bool = False
     answer_lease_s: float = 30.0
     recompute_threshold: int = 0
+
+
+def early_fields_of(part: EngineLayout, groups: Sequence[CacheGroup]) -> tuple[dict[str, int], dict[str, int]]:
+    """Every layer of attention tells its end."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        compilation_config=SimpleNamespace(static_forward_context=defaultdict(lambda: Attention.__new__(Attention))),
+    )
+    return find_early_fields(part, groups, config)
 
 
 def feature(picture: Picture) -> MultiModalFeatureSpec:
@@ -134,7 +148,7 @@ class Finished:
 
 @dataclass
 class Engine:
-    """`make_peers`: how its ranks meet others. `meanwhile`: what goes on while a step is under way, as sessions and the network do."""
+    """`make_peers`: how its ranks meet others, `make_follower`: how it hears of prefills that are under way. `meanwhile`: what goes on while a step is under way, as sessions and the network do."""
 
     name: str
     shape: Shape
@@ -144,6 +158,7 @@ class Engine:
     address: Address
     options: EndpointOptions
     make_peers: Callable[[Engine, int], Peers]
+    make_follower: Callable[[], Follower]
     faults: FaultPlan
     is_overlapping: Callable[[], bool]
     meanwhile: Callable[[], None]
@@ -189,6 +204,8 @@ class Engine:
         self.connector._scheduler._handshake.listen = lambda engine_metadata: self.address
         self.connector._scheduler._deadlock._clock = self.clock
         self.connector._scheduler._admission._clock = self.clock
+        following = self.connector._scheduler._consumer.following
+        following._clock, following._follower = self.clock, self.make_follower()
         self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
         self._num_steps = 0
@@ -216,6 +233,7 @@ class Engine:
             kv_load_failure_policy=shape.failure_policy,
             kv_connector_extra_config={
                 "kv_lease_duration": shape.lease_s,
+                "lease_slots": LEASE_SLOTS,
                 **(reading_back if shape.reads_back else {}),
             },
         )
@@ -273,10 +291,10 @@ class Engine:
         consumer = self.connector._scheduler._consumer
         give_up = consumer.give_up
 
-        def given_up(request_id: str, cause: str) -> Any:
+        def given_up(request_id: str, cause: str, text: str = "") -> Any:
             if cause != "reset":
                 self.given_up.add(request_id)
-            return give_up(request_id, cause)
+            return give_up(request_id, cause, text)
 
         consumer.give_up = given_up
         count = consumer._count
@@ -320,6 +338,7 @@ class Engine:
         self.endpoints.clear()
         self._transports.clear()
         parts = {}
+        groups = read_groups(self.side.configs[0], self.shape.dcp)
         for place, (worker, rank) in enumerate(zip(self.workers, self.side.layout.ranks, strict=True)):
             transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
             table, buffer = LeaseTable(LEASE_SLOTS), np.zeros(1 << 14, np.uint8)
@@ -327,15 +346,17 @@ class Engine:
             endpoint = Endpoint(
                 rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock, observer=observer,
                 staging=Staging(buffer.ctypes.data, buffer.size), peers=self.make_peers(self, rank.rank),
+                board=ProgressBoard(table, self._record), follower=self.make_follower(),
             )  # fmt: skip
             areas = [MemoryRegion(area.address, area.size_bytes) for area in rank.regions]
             transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
             engine_metadata = RankMetadata(
                 rank.rank, transport.metadata(), table.region.address, len(table),
-                observer.mailbox.region.address, len(observer.mailbox),
+                observer.mailbox.region.address, len(observer.mailbox), table.progress_address,
             )  # fmt: skip
-            layout = wire.encode(replace(self.side.layout, ranks=(rank,)))
-            parts[divmod(place, self.shape.tp)] = RankPart(layout, engine_metadata, {})
+            part = replace(self.side.layout, ranks=(rank,))
+            early_fields, worker._layers = early_fields_of(part, groups)
+            parts[divmod(place, self.shape.tp)] = RankPart(wire.encode(part), engine_metadata, {}, early_fields)
             worker._endpoint, worker._is_asleep = endpoint, False
             worker._transport = SimpleNamespace(close=transport.close, is_running=False)  # type: ignore[assignment]
             self.endpoints.append(endpoint)
@@ -441,8 +462,18 @@ class Engine:
             if step.connector is not None and step.computed is None:
                 self._forward(step)
 
+    def _record(self) -> Callable[[], bool]:
+        """An event behind the step that is being launched."""
+        step = self.pending[-1]
+        return lambda: step.computed is not None
+
     def _launch(self, step: _Step) -> None:
         """Orders go out, and what has ended is collected."""
+        for worker in self.workers:
+            worker.begin_step(step.scheduled.kv_connector_metadata)
+            for layer in worker._layers:
+                worker.end_layer(layer)
+            worker.end_step()
         if self.shape.role != "kv_producer":
             # Whoever may load into these pages writes as soon as it is told to: nobody may still be at work in them.
             self.runner.poison(step.fresh)

@@ -25,9 +25,11 @@ from vllm.v1.core.sched.interface import PauseState
 from kvreshard.plan import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
-from kvreshard.session.handshake_messages import Address, HandshakeError
+from kvreshard.session.follower import Follower
+from kvreshard.session.handshake_messages import Address, HandshakeError, Known
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
+from kvreshard.session.statement import Answer, read_reply
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
@@ -48,7 +50,8 @@ class Weather:
     prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
     reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on;
     `odd_names`: requests with ids that no peer takes; `prefill_choices`: prefills that are asked for several choices; `sleeps`: an engine is
-    put to sleep, or wakes up.
+    put to sleep, or wakes up; `early`: requests that are sent to both engines at once; `unheard`: of these, those whose prefill never comes, or
+    is not the only one of its id; and answers of listeners that are lost.
     """
 
     delays: int = 0
@@ -69,6 +72,8 @@ class Weather:
     odd_names: float = 0.0
     prefill_choices: float = 0.0
     sleeps: float = 0.0
+    early: float = 0.0
+    unheard: float = 0.0
 
     @property
     def is_calm(self) -> bool:
@@ -81,6 +86,7 @@ class Weather:
             or self.jumps
             or self.connector_resets
             or self.sleeps
+            or self.unheard
         )
 
 
@@ -147,6 +153,46 @@ class WorldPeers(ScriptedPeers):
         )
 
 
+class WorldFollower(Follower):
+    """Asks the rendezvous of the world's engines."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: dict[str, tuple[Address, Known]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def follow(self, name: str, address: Address, known: Known) -> None:
+        self._known[name] = address, known
+
+    def drop(self, name: str) -> None:
+        self._known.pop(name, None)
+
+    def take(self) -> list[tuple[str, Answer | HandshakeError]]:
+        found: list[tuple[str, Answer | HandshakeError]] = []
+        rng, weather = self._world.rng, self._world.weather
+        for name, (address, known) in list(self._known.items()):
+            source = next(engine for engine in self._world.by_name.values() if engine.address == address)
+            if source.is_asleep or rng.random() < weather.unheard / 4:
+                found.append((name, HandshakeError("nobody listens")))
+                continue
+            shown = source.connector._scheduler._handshake.rendezvous
+            reply = shown.answer([known], is_last=rng.random() < 0.5)
+            answers = {} if reply is None else read_reply(reply)
+            if 0 in answers:
+                found.append((name, answers[0]))
+        for name, _ in found:
+            del self._known[name]
+        return found
+
+    def ask(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
 @dataclass
 class World:
     """`shapes`: one engine each, by name. Prompts have up to `LONGEST` tokens."""
@@ -160,6 +206,7 @@ class World:
     asked: dict[str, Asked] = field(default_factory=dict)
     num_loaded: int = 0
     num_misrouted: int = 0
+    num_early: int = 0
     num_ended: int = 0
     num_refused: int = 0
 
@@ -170,12 +217,12 @@ class World:
         self._routes: dict[tuple[str, str, int], Any] = {}
         self._texts: list[list[int]] = []
         self._later: list[Callable[[], None]] = []
-        self._count = 0
+        self._count = self._num_transfers = 0
         options = EndpointOptions(load_timeout_s=300.0, settle_timeout_s=20.0, heartbeat_s=5.0, retry_s=5.0)
         for number, (name, shape) in enumerate(self.shapes.items()):
             self.by_name[name] = Engine(
                 name, shape, self.base_config, self.clock, self.fabric, Address("127.0.0.1", number + 1), options,
-                lambda engine, rank: WorldPeers(self, engine, rank), self._fault, lambda: self.rng.random() < 0.6, self._meanwhile,
+                lambda engine, rank: WorldPeers(self, engine, rank), lambda: WorldFollower(self), self._fault, lambda: self.rng.random() < 0.6, self._meanwhile,
                 lambda num_drafts: self.rng.randint(0, num_drafts),
             )  # fmt: skip
         self.can_prefill = [e for e in self.by_name.values() if e.shape.role != "kv_consumer"]
@@ -232,10 +279,46 @@ class World:
         then: Callable[[dict[str, Any] | None], None] = lambda answer: self._prefilled(  # noqa: E731
             src, prompt, num_tokens, answer, longer == 1
         )
+        if self.weather.early and rng.random() < self.weather.early:
+            self._submit_early(src, prefill_text, prompt, longer, num_tokens, params)
+            return
         if rng.random() < self.weather.prefill_choices:
             self._ask_choices(src, prefill_text, len(prompt), longer, params, then, rng.randint(2, 3))
             return
         self._ask(src, prefill_text, len(prompt), longer, params, False, then, stop)
+
+    def _submit_early(
+        self, src: Engine, prefill_text: Text, prompt: list[int], longer: int, num_tokens: int, params: dict[str, Any]
+    ) -> None:
+        """To both engines, in either order. Of some ids no prefill comes, of some two."""
+        self._num_transfers += 1
+        rng, transfer = self.rng, {"transfer_id": f"xfer-{self._num_transfers}"}
+        is_odd = rng.random() < self.weather.unheard
+        where = {"remote_host": src.address.host, "remote_port": src.address.port}
+        num_prefills = rng.choice([0, 2]) if is_odd else 1
+        others = [engine for engine in self.can_decode if engine is not src or rng.random() < 0.1]
+        targets = [rng.choice(others)] if rng.random() >= self.weather.unwanted else []
+        if targets and rng.random() < self.weather.choices:
+            targets += [targets[0]] * rng.randint(1, 3)
+        for _ in range(num_prefills):
+            self._later.append(
+                lambda: self._ask(src, prefill_text, len(prompt), longer, {**params, **transfer}, False, None)
+            )
+        for dst in targets:
+            mine = list(prompt)
+            if rng.random() < self.weather.other_prompts:
+                mine = rng.choice([mine[:-1] or mine, [*mine, 7], [*mine[: len(mine) // 2 + 1], 3, 5]])
+            is_same = mine == prompt and not is_odd and longer == 1 and len(targets) == 1 and dst is not src
+            is_same = is_same and dst in self.can_decode
+            text = Text(mine, num_tokens + BEYOND)
+            given = {"do_remote_prefill": True, "do_remote_decode": False, **transfer, **where}
+            self.num_early += is_same
+            self._later.append(
+                lambda dst=dst, text=text, mine=mine, given=given, is_same=is_same: self._ask(
+                    dst, text, len(mine), num_tokens, given, is_same, None
+                )
+            )
+        rng.shuffle(self._later)
 
     def _ask_choices(
         self,
@@ -444,7 +527,7 @@ class World:
         assert not any(scheduling._producer.last_pages._held.values()), engine.name
         assert not scheduling._producer.last_pages._expected, engine.name
         assert not scheduling._producer._leases._leases, engine.name
-        assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
+        assert not scheduling._consumer.waiting, (engine.name, scheduling._consumer.waiting)
         assert not scheduling._admission._failed, engine.name
         assert not scheduling._admission._behind, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name

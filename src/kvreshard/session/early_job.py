@@ -1,0 +1,375 @@
+"""A load that reads pages while they are computed.
+
+Each time something is told, by the progress words or by the source's listener:
+
+1. A part whose tokens have become final up to another edge of pages is read up to there: the new interval, after loads that somebody waits
+   for, so much at a time (`ROUND_BYTES`).
+2. A part is read to its end once all its tokens are final. What may not be read early is read when the listener says that the prefill is
+   complete.
+3. What no copy writes is zeroed once, for the whole request.
+4. The lease word is read last, as of every load.
+
+If the lease word is another on any source rank, the prefill was preempted or has ended. What was read is forgotten when it has settled, and
+reading begins again under the word that the listener names; so also where that is seen at the very end. A prefill that the listener calls
+ended fails the load. `load_timeout_s` is the longest time without news.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.model.changed import replace
+from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.plan.bind import gathered
+from kvreshard.plan.copies import Copies, Int64s
+from kvreshard.plan.reads import ReadPlan, plan_reads
+from kvreshard.plan.request_check import check_request
+from kvreshard.plan.route import Route
+from kvreshard.session.commands import Failure, RemoteLease
+from kvreshard.session.handshake_messages import HandshakeError, Known
+from kvreshard.session.job import Job
+from kvreshard.session.observer import Landing
+from kvreshard.session.parts import Part
+from kvreshard.session.peer import Peer
+from kvreshard.session.progress import Progress
+from kvreshard.session.pull import Moved, StaleLease, Steps, check_words, run_batches, settled, take_buffer
+from kvreshard.session.seal import SealError
+from kvreshard.session.statement import Answer, Statement
+from kvreshard.transport.base import Direction, Transfer, TransferState
+
+# Of one load, in flight at a time: loads that somebody waits for begin behind it.
+ROUND_BYTES = 32 << 20
+MAX_IN_FLIGHT = 2
+# Resumed when something happens.
+UNTIL_TOLD = math.inf
+NO_LAYER = 1 << 30
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is known of the prefill under one lease: the pages that it has of each group, and which ranks have been seen to hold the lease."""
+
+    lease: RemoteLease
+    tables: dict[str, PageTable]
+    is_complete: bool
+    held_by: set[int] = field(default_factory=set)
+
+    def extend(self, tables: Mapping[str, PageTable], *, is_complete: bool) -> None:
+        """Append pages. Those that do not follow on what is known change nothing; the listener will say them again."""
+        for name, more in tables.items():
+            known = self.tables.get(name)
+            if known is None or not len(known.pages):
+                self.tables[name] = more
+            elif more.first_page == known.first_page + len(known.pages):
+                pages = np.concatenate([known.pages, more.pages])
+                self.tables[name] = PageTable(pages, known.num_tokens, known.first_page)
+        self.is_complete |= is_complete
+
+    def known(self, transfer: str) -> Known:
+        """What the listener need not say again."""
+        return Known(transfer, self.lease.word, {name: len(table.pages) for name, table in self.tables.items()})
+
+
+class _Cursors:
+    """How far each of a load's parts was read, in tokens, and how far it can be. Arrays of shape (parts,)."""
+
+    def __init__(self, parts: Sequence[Part], intervals: Mapping[str, Sequence[Tokens]], layout: EngineLayout) -> None:
+        self.parts = parts
+        wanted = [[intervals[group] for _, group in part.groups if intervals.get(group)] for part in parts]
+        self._align = np.array([part.align_tokens for part in parts], dtype=np.int64)
+        self._first = np.array([min(held[0][0] for held in found) for found in wanted], dtype=np.int64)
+        self._first -= self._first % self._align
+        self.end = np.array([max(held[-1][1] for held in found) for found in wanted], dtype=np.int64)
+        self._layer = np.array([NO_LAYER if part.layer is None else part.layer for part in parts], dtype=np.int64)
+        self._ranks = sorted({part.src_rank for part in parts})
+        self._rank = np.array([self._ranks.index(part.src_rank) for part in parts], dtype=np.int64)
+        sources = [frozenset(group for group, _ in part.groups) for part in parts]
+        self._sources = list(dict.fromkeys(sources))
+        self._source = np.array([self._sources.index(found) for found in sources], dtype=np.int64)
+        self._page_tokens = {
+            name: layout.group_by_name[name].tokens_per_page or 1 for found in self._sources for name in found
+        }
+        self.read = self._first.copy()
+
+    def forget(self) -> None:
+        """Nothing was read."""
+        self.read = self._first.copy()
+
+    def final(self, progress: Mapping[int, Progress]) -> Int64s:
+        """Tokens of each part that are final."""
+        nothing = Progress(0, 0, 0)
+        told = np.array([progress.get(rank, nothing) for rank in self._ranks], dtype=np.int64).reshape(-1, 3)[
+            self._rank
+        ]
+        return np.where(self._layer < told[:, 2], told[:, 1], told[:, 0])
+
+    def readable(self, progress: Mapping[int, Progress], tables: Mapping[str, PageTable]) -> Int64s:
+        """Up to which token each part can be read: what is final and has known pages, to an edge of pages or the end."""
+        listed = np.array([self._listed(found, tables) for found in self._sources], dtype=np.int64)
+        final = np.minimum(self.final(progress), listed[self._source] if len(listed) else 0)
+        return np.where(final >= self.end, self.end, final - final % self._align)
+
+    def _listed(self, groups: Iterable[str], tables: Mapping[str, PageTable]) -> int:
+        """The tokens whose pages are known in all of the groups."""
+        found = [(tables.get(name), self._page_tokens[name]) for name in groups]
+        return min(0 if table is None else (table.first_page + len(table.pages)) * size for table, size in found)
+
+
+@dataclass(slots=True, eq=False)
+class EarlyJob(Job):
+    """See the module. `may_read`: whether nobody waits for another load of this rank."""
+
+    may_read: Callable[[], bool] = lambda: True
+    _life: _Life = field(init=False)
+    _next_life: _Life | None = None
+    _cursors: _Cursors | None = None
+    _progress: Mapping[int, Progress] = field(default_factory=dict)
+    _is_over: bool = False
+    _needs_end: bool = False
+    _told_s: float = 0.0
+    _num_bytes: int = 0
+    _early_bytes: int = 0
+    _num_copies: int = 0
+    _staged_bytes: int = 0
+    _final_s: float | None = None
+
+    def __post_init__(self) -> None:
+        Job.__post_init__(self)
+        self._told_s = self.ordered_s
+        self._life = _Life(self.load.lease, dict(self.load.transfer.src_tables), is_complete=False)
+
+    @property
+    def is_awaited(self) -> bool:
+        """See `Job.is_awaited`."""
+        return False
+
+    @property
+    def known(self) -> Known:
+        """What the source's listener is to be asked for."""
+        return (self._next_life or self._life).known(self.load.transfer_id)
+
+    @property
+    def follows(self) -> bool:
+        """Whether there is anything to hear from the listener."""
+        is_known = self._life.is_complete and not self._is_over
+        return self.peer is not None and self.outcome is None and not (self.is_stopped or is_known)
+
+    @property
+    def deadline_s(self) -> float:
+        """See `Job.deadline_s`."""
+        if self._stopped is not None:
+            return self._stopped_s + self.options.settle_timeout_s
+        return self._told_s + self.options.load_timeout_s
+
+    def see(self, told: Mapping[int, Progress | None], now_s: float) -> None:
+        """What the words of the lease say, by source rank; None where its lease word is another.
+
+        A source rank learns of a lease a little later than the listener. One that has had it and has it no more has ended it.
+        """
+        self._progress = {rank: progress for rank, progress in told.items() if progress is not None}
+        self._is_over |= bool(self._life.held_by - self._progress.keys())
+        self._life.held_by.update(self._progress)
+        self._told_s = now_s
+
+    def hear(self, answer: Answer | HandshakeError, now_s: float) -> None:
+        """What the listener says. A listener that cannot be asked is asked again, until the load's time is over."""
+        if isinstance(answer, HandshakeError) or self.peer is None:
+            return
+        if answer.state == "ended":
+            self.stop(Failure("prefill", f"its prefill has ended: {answer.text}"), now_s)
+        if answer.statement is None:
+            return
+        try:
+            self._take(self.peer, answer.statement)
+            self._told_s = now_s
+        except (SealError, KvReshardError) as error:
+            self.stop(Failure("seal", str(error)), now_s)
+        except ValueError as error:
+            self.stop(Failure("prefill", str(error)), now_s)
+
+    def _take(self, peer: Peer, statement: Statement) -> None:
+        """Raises SealError for what was not sealed, ValueError for what is another prefill."""
+        tables, remote = statement.tables(), self.load.remote
+        statement.check(peer.engine_metadata.key, (remote.engine, remote.instance_id), tables)
+        known = {table.num_tokens for table in self.load.transfer.src_tables.values()} or {statement.num_tokens}
+        has_other_end = known != {statement.num_tokens}
+        if statement.request != self.load.lease.request or (has_other_end and self._needs_end):
+            raise ValueError(
+                f"its transfer_id was that of request '{self.load.lease.request}' of {min(known)} tokens and is now that of request "
+                f"'{statement.request}' of {statement.num_tokens}; give each prefill an id of its own, and ask for one token only"
+            )
+        if has_other_end:  # it has gone on beyond its prompt, which is all that is read here
+            tables = {name: PageTable(table.pages, min(known), table.first_page) for name, table in tables.items()}
+        for life in (self._life, self._next_life):
+            if life is not None and life.lease.word == statement.word:
+                life.extend(tables, is_complete=statement.is_complete)
+                return
+        lease = RemoteLease(statement.request, statement.slot, statement.word)
+        self._next_life, self._is_over = _Life(lease, tables, statement.is_complete), True
+
+    def _load_steps(self) -> Steps:
+        self.peer = peer = self.handshake.result()
+        self.state = "following"
+        self.observer.noted("met", f"follows ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
+        self._check_seal(peer)
+        intervals = self.load.transfer.intervals
+        wanted = [part for part in peer.parts.parts if part.is_wanted(self.load.transfer)]
+        cursors = self._cursors = _Cursors(wanted, intervals, peer.layout)
+        rest = [transfer for transfer in peer.parts.rest.transfers if intervals.get(transfer.dst_group.name)]
+        self._needs_end = bool(rest) or self.observer.waits_for_end
+        while True:
+            yield from self._read_early(peer, cursors)
+            moved = yield from self._read_rest(peer, bool(rest))
+            if moved is not None:
+                self.state = "checking"
+                yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
+                return moved
+            yield from self._begin_again(cursors)
+
+    def _read_early(self, peer: Peer, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
+        """Read the parts as they become final, until all of them are read and nothing is waited for."""
+        in_flight: deque[Transfer] = deque()
+        while True:
+            while in_flight and in_flight[0].state is not TransferState.PENDING:
+                error = in_flight.popleft().error
+                if error is not None:
+                    raise error
+            if self._is_over:
+                while in_flight:
+                    yield from settled(in_flight.popleft())
+                yield from self._begin_again(cursors)
+            if self._final_s is None and self._is_final(cursors):
+                self._final_s = peer.mover.clock()
+            may_read = len(in_flight) < MAX_IN_FLIGHT and (self._final_s is not None or self.may_read())
+            wanted = self._next_round(cursors) if may_read else []
+            if wanted:
+                in_flight.extend((yield from self._read_round(peer, cursors, wanted)))
+            elif not in_flight and self._is_done(cursors):
+                return
+            else:
+                yield UNTIL_TOLD
+
+    def _next_round(self, cursors: _Cursors) -> list[tuple[int, int, int]]:
+        """(part, first token, token behind the last) of what can be read next, of some megabytes."""
+        readable = cursors.readable(self._progress, self._life.tables)
+        found, left_bytes = list[tuple[int, int, int]](), float(ROUND_BYTES)
+        for number in np.flatnonzero(readable > cursors.read).tolist():
+            part, start = cursors.parts[number], int(cursors.read[number])
+            most = max(1, int(left_bytes / max(1.0, part.token_bytes)) // part.align_tokens) * part.align_tokens
+            stop = min(int(readable[number]), start + most)
+            found.append((number, start, stop))
+            left_bytes -= (stop - start) * part.token_bytes
+            if left_bytes <= 0:
+                break
+        return found
+
+    def _is_final(self, cursors: _Cursors) -> bool:
+        """Whether the prefill has computed all that is loaded, as far as this rank knows."""
+        is_told = len(cursors.parts) > 0 and bool((cursors.final(self._progress) >= cursors.end).all())
+        return is_told or self._life.is_complete
+
+    def _is_done(self, cursors: _Cursors) -> bool:
+        """Whether all parts are read, and what is read at the end is known. A lease that no rank was seen to hold has no progress yet."""
+        is_read = bool((cursors.read >= cursors.end).all())
+        return is_read and (self._life.is_complete or (len(cursors.parts) > 0 and not self._needs_end))
+
+    def _read_round(
+        self, peer: Peer, cursors: _Cursors, wanted: Sequence[tuple[int, int, int]]
+    ) -> Generator[Transfer | float | None, None, list[Transfer]]:
+        """Post a round; returns the transfers that are under way. What goes through the staging buffer has settled."""
+        direct: list[Copies] = []
+        together: dict[Tokens, list[Part]] = {}
+        for number, start, stop in wanted:
+            together.setdefault((start, stop), []).append(cursors.parts[number])
+        for interval, parts in together.items():
+            for route in peer.parts.routes(parts):
+                plan = self._plan(peer, route, self._clipped(interval))
+                direct += plan.direct
+                self._count(plan)
+                yield from run_batches(peer.mover, plan.batches, self._note_posted, lambda: None)
+        posted = []
+        for copies in gathered(direct):
+            posted.append(peer.mover.post(Direction.READ, copies))
+            self._note_posted(posted[-1])
+        for number, _, stop in wanted:
+            cursors.read[number] = stop
+        return posted
+
+    def _plan(self, peer: Peer, route: Route, request: Request) -> ReadPlan:
+        """What is read for a request. Its batches have the staging buffer; where that is taken, everything is read directly."""
+        staging = peer.mover.staging
+        plan = plan_reads(route, request, staging.half_bytes if staging else 0)
+        return plan if not plan.batches or take_buffer(peer.mover) else plan_reads(route, request)
+
+    def _count(self, plan: ReadPlan) -> None:
+        num_bytes = sum(one.num_bytes for one in (*plan.direct, *plan.batches))
+        self._num_bytes += num_bytes
+        self._early_bytes += num_bytes if self._final_s is None else 0
+        self._num_copies += sum(one.num_copies for one in plan.direct) + sum(b.reads.num_copies for b in plan.batches)
+        self._staged_bytes += sum(batch.num_bytes for batch in plan.batches)
+
+    def _clipped(self, tokens: Tokens) -> Request:
+        """The request for some tokens, with the pages that are known."""
+        low, high = tokens
+        transfer = self.load.transfer
+        intervals = {
+            group: [(max(low, start), min(high, stop)) for start, stop in held if max(low, start) < min(high, stop)]
+            for group, held in transfer.intervals.items()
+        }
+        return Request(self._life.tables, transfer.dst_tables, intervals, {})
+
+    def _read_rest(self, peer: Peer, has_rest: bool) -> Generator[Transfer | float | None, None, Moved | None]:
+        """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
+        mover, note, transfer = peer.mover, self.observer.noted, self.load.transfer
+        self.state = "transferring"
+        started_s = self._final_s = mover.clock() if self._final_s is None else self._final_s
+        whole = Request(self._life.tables, transfer.dst_tables, transfer.intervals, transfer.dst_new_pages)
+        check_request(peer.route, whole)
+        self.load = replace(self.load, transfer=whole, lease=self._life.lease)
+        plan = self._plan(peer, peer.parts.rest, whole) if has_rest else ReadPlan((), ())
+        self._count(plan)
+        posted = []
+        for copies in plan.direct:
+            posted.append(mover.post(Direction.READ, copies))
+            self._note_posted(posted[-1])
+        num_zeroed = mover.fill(self.dst, peer.route, whole) if transfer.dst_new_pages else 0
+        yield from run_batches(mover, plan.batches, self._note_posted, lambda: None)
+        error: Exception | None = None
+        for one in posted:
+            error = (yield from settled(one)) or error
+        if error is not None:
+            raise error
+        note("settled", "reading lease words")
+        if self.scratch_address is None:
+            yield from self._find_proof(peer)
+        proof = peer.lease_proof(self.load.lease, self.scratch_address or 0)
+        error = yield from check_words(mover, proof, peer.route.src_ranks, self._note_posted)
+        if isinstance(error, StaleLease) and not self._life.is_complete:
+            self._is_over = True
+            return None
+        if error is not None:
+            raise error
+        num_bytes, num_early = self._num_bytes, self._early_bytes
+        note("read", f"{num_bytes} bytes, {num_early} of them early; the lease held on every rank that was read")
+        total_s, num_staged = mover.clock() - started_s, self._staged_bytes
+        return Moved(
+            num_bytes, num_bytes, self._num_copies, num_staged, 0.0, total_s, num_zeroed, num_early_bytes=num_early
+        )
+
+    def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
+        """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
+        self.state = "following"
+        self.observer.noted("begun again", "its prefill has lost its pages")
+        while self._next_life is None:
+            yield UNTIL_TOLD
+        self._life, self._next_life = self._next_life, None
+        self.load = replace(self.load, lease=self._life.lease)
+        self._progress, self._is_over, self._final_s = {}, False, None
+        self._num_bytes = self._early_bytes = self._num_copies = self._staged_bytes = 0
+        cursors.forget()

@@ -1,0 +1,158 @@
+"""The prefills of one engine that readers may follow while they are computed, by the `transfer_id` that a router gave both sides.
+
+The engine's thread says what happens to a prefill:
+
+1. `hear`: its request has come. `begin`: it is scheduled, under a lease. `extend`: it has got pages.
+2. `complete`: it has ended well; every group's pages are known. `end`: nothing will come, or nothing more.
+3. A preempted prefill begins again under another lease word.
+
+The listener's thread answers from that (`answer`), for any number of readers. Ids of prefills that have ended are remembered for a while, so
+that a reader that comes late does not wait. Two prefills with one id are a mistake of the router: neither is shown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvreshard.model.tables import PageTable
+from kvreshard.session.handshake_messages import Known
+from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
+
+MAX_ENDED = 10_000
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One transfer. `owner`: the request, which may be several choices. `pages`: of each group that may be read early, in order."""
+
+    owner: str
+    ended: str | None = None
+    statement: Statement | None = None
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    tables: Mapping[str, PageTable] | None = None
+
+
+class Rendezvous:
+    """See the module. `key`: what the engine seals with."""
+
+    def __init__(self, key: bytes) -> None:
+        self._lock = threading.Lock()
+        self._prefills: dict[str, _Prefill] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self.has_changed = False
+        self.begin_instance(key)
+
+    def begin_instance(self, key: bytes) -> None:
+        """Seal with another key: the engine has slept, and what was shown is gone."""
+        with self._lock:
+            self._key = key
+            self._prefills.clear()
+            self._ended.clear()
+
+    def hear(self, transfer: str, owner: str) -> bool:
+        """A request has come. False: another that has not ended has the same id, and neither is shown."""
+        with self._lock:
+            known = self._prefills.get(transfer)
+            if known is not None and known.owner == owner and known.ended is None:
+                return True
+            is_free = known is None or known.ended is not None
+            prefill = self._prefills[transfer] = _Prefill(owner)
+            self._ended.pop(transfer, None)
+            if not is_free:
+                self._end(transfer, prefill, "two requests were sent to prefill under this transfer_id")
+            return is_free
+
+    def begin(self, transfer: str, owner: str, statement: Statement) -> bool:
+        """A prefill is scheduled under the lease of `statement`, which lists no pages. False: it is not shown."""
+        with self._lock:
+            prefill = self._prefills.get(transfer)
+            if prefill is None or prefill.owner != owner or prefill.ended is not None:
+                return False
+            prefill.statement, prefill.pages, prefill.tables = statement, {}, None
+            self.has_changed = True
+            return True
+
+    def extend(self, transfer: str, word: int, pages: Mapping[str, Sequence[int]]) -> None:
+        """The prefill under a lease word has got pages, appended to those it has."""
+        with self._lock:
+            prefill = self._prefills.get(transfer)
+            shown = None if prefill is None else prefill.statement
+            if prefill is not None and shown is not None and shown.word == word:
+                for name, ids in pages.items():
+                    prefill.pages.setdefault(name, []).extend(ids)
+                self.has_changed = True
+
+    def complete(self, transfer: str, owner: str, statement: Statement, tables: Mapping[str, PageTable]) -> None:
+        """The prefill has ended well, with these block tables of all groups; `statement` lists no pages."""
+        with self._lock:
+            prefill = self._prefills.get(transfer)
+            if prefill is not None and prefill.owner == owner and prefill.ended is None:
+                prefill.statement, prefill.tables = statement, dict(tables)
+                self.has_changed = True
+
+    def end(self, transfer: str, owner: str, text: str) -> None:
+        """Nothing more can be read of a prefill. `text`: why, for people."""
+        with self._lock:
+            prefill = self._prefills.get(transfer)
+            if prefill is not None and prefill.owner == owner and prefill.ended is None:
+                self._end(transfer, prefill, text)
+
+    def answer(self, questions: Sequence[Known], *, is_last: bool) -> bytes | None:
+        """The answer to a question; None while there is nothing new. `is_last`: answer in any case."""
+        answers: dict[int, Answer] = {}
+        with self._lock:
+            for place, known in enumerate(questions):
+                found = self._find(known, is_last=is_last)
+                if found is not None:
+                    answers[place] = found
+        return encode_reply(answers) if answers or is_last else None
+
+    def _find(self, known: Known, *, is_last: bool) -> Answer | None:
+        prefill = self._prefills.get(known.transfer)
+        if prefill is None:
+            return Answer("unheard") if is_last else None
+        if prefill.ended is not None:
+            return Answer("ended", prefill.ended)
+        statement = None if known.only_end and prefill.tables is None else self._state(prefill, known)
+        if statement is not None:
+            return Answer("found", statement=statement)
+        return Answer("heard") if is_last else None
+
+    def _state(self, prefill: _Prefill, known: Known) -> Statement | None:
+        """What is new to a reader, sealed; None if nothing is."""
+        shown = prefill.statement
+        if shown is None:
+            return None
+        num_known = known.num_pages if known.word == shown.word else {}
+        tables = {
+            name: _from(PageTable(np.array(ids, dtype=np.int64), shown.num_tokens), num_known.get(name, 0))
+            for name, ids in prefill.pages.items()
+        }
+        if prefill.tables is not None:
+            # Of a prefill that was not shown before it had ended, `prefill.pages` is empty.
+            tables |= {
+                name: _from(table, num_known.get(name, 0) if name in prefill.pages else 0)
+                for name, table in prefill.tables.items()
+            }
+        elif known.word == shown.word and not any(len(table.pages) for table in tables.values()):
+            return None
+        listed = {name: PageList.of(table) for name, table in tables.items()}
+        return replace(shown, pages=listed).sealed(self._key, tables)
+
+    def _end(self, transfer: str, prefill: _Prefill, text: str) -> None:
+        prefill.ended, prefill.statement, prefill.pages, prefill.tables = text, None, {}, None
+        self._ended[transfer] = None
+        self.has_changed = True
+        if len(self._ended) > MAX_ENDED:
+            del self._prefills[self._ended.popitem(last=False)[0]]
+
+
+def _from(table: PageTable, num_known: int) -> PageTable:
+    """A block table without its first pages."""
+    return PageTable(table.pages[num_known:], table.num_tokens, table.first_page + min(num_known, len(table.pages)))

@@ -1,0 +1,166 @@
+"""Requests whose prefill is under way at another engine: how the scheduler of the decode engine learns of it.
+
+A router gives both engines a `transfer_id` and the address of the prefill engine's listener. This engine asks there, once for all requests
+of an id (choices share a prefill):
+
+1. As long as the listener has not heard of the id, for `wait_s` at most; the same goes for a listener that cannot be asked. Then the
+   requests are computed here. A prefill that the listener has heard of may wait in its engine's queue for as long as it takes.
+2. Its first statement says what is prefilled, under which lease. From then on the ranks ask for themselves; here only the end is wanted, of
+   requests that still wait for blocks: then they are loaded like any other, or computed here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvreshard.session.follower import Follower
+from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.keys import Keys
+from kvreshard.session.statement import Answer
+from kvreshard.vllm.params import ParamsError, RemotePrefill, read_statement
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Why a request cannot be loaded: a cause of `fallbacks.REASONS`, and what is known of it."""
+
+    cause: str
+    text: str
+    address: Address
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A transfer. `heard_s`: when its source was last known to have it, or when it was first asked for. `found`: what is known of it, and
+    `told`: the requests that have been told.
+    """
+
+    transfer: str
+    address: Address
+    heard_s: float
+    requests: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    has_heard: bool = False
+    found: RemotePrefill | Lost | None = None
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Under which it is asked for."""
+        return f"{self.address.host_port} {self.transfer}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be heard."""
+        statement = self.found.statement if isinstance(self.found, RemotePrefill) else None
+        return isinstance(self.found, Lost) or (statement is not None and statement.is_complete)
+
+
+class Following:
+    """Of one engine. `wait_s`: how long a source may not know of a transfer. Used from the scheduler's thread."""
+
+    def __init__(
+        self,
+        engine: str,
+        keys: Keys | None,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        follower: Follower | None = None,
+    ) -> None:
+        self._wait_s, self._clock = wait_s, clock
+        self._told = threading.Event()
+        self._engine, self._keys, self._follower = engine, keys, follower
+        self._asked: dict[str, _Asked] = {}
+        self._of_request: dict[str, _Asked] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has not been told of its prefill yet."""
+        asked = self._of_request.get(request_id)
+        return asked is not None and request_id not in asked.told
+
+    @property
+    def num_unknown(self) -> int:
+        """Requests that have not been told of their prefills yet."""
+        return sum(len(asked.requests - asked.told) for asked in self._asked.values())
+
+    def begin(self, request_id: str, transfer: str, address: Address) -> None:
+        """Ask for a request."""
+        self.end(request_id)
+        asked = _Asked(transfer, address, self._clock())
+        asked = self._of_request[request_id] = self._asked.setdefault(asked.name, asked)
+        asked.requests.add(request_id)
+        self._ask(asked)
+
+    def end(self, request_id: str) -> None:
+        """It has ended. A transfer is asked for as long as any of its requests is here."""
+        asked = self._of_request.pop(request_id, None)
+        if asked is None:
+            return
+        asked.requests.discard(request_id)
+        if not asked.requests:
+            del self._asked[asked.name]
+            if self._follower is not None:
+                self._follower.drop(asked.name)
+
+    def take(self) -> list[tuple[str, RemotePrefill | Lost]]:
+        """What has become known of requests since the last call."""
+        if self._follower is None or not self._asked:
+            return []
+        self._told.clear()
+        now_s = self._clock()
+        for name, answer in self._follower.take():
+            asked = self._asked.get(name)
+            if asked is not None:
+                found = self._read(asked, answer, now_s)
+                if found is not None:
+                    asked.found, asked.told = found, set()
+        for asked in self._asked.values():
+            if now_s > asked.heard_s + self._wait_s and not asked.is_over and (asked.found is None or asked.error):
+                text = asked.error or f"it has not heard of transfer_id '{asked.transfer}' within {self._wait_s:g} s"
+                asked.found, asked.told = Lost("unheard", text, asked.address), set()
+            self._ask(asked)
+        return [told for asked in self._asked.values() for told in self._tell(asked)]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something has become known, or so long."""
+        self._told.wait(seconds)
+
+    def close(self) -> None:
+        """End all questions."""
+        if self._follower is not None:
+            self._follower.close()
+
+    def _tell(self, asked: _Asked) -> list[tuple[str, RemotePrefill | Lost]]:
+        if asked.found is None:
+            return []
+        untold, asked.told = asked.requests - asked.told, set(asked.requests)
+        return [(request_id, asked.found) for request_id in sorted(untold)]
+
+    def _ask(self, asked: _Asked) -> None:
+        if self._follower is None:
+            self._follower = Follower(self._engine, 0, self._keys, self._told.set)
+        if not asked.is_over:
+            known = Known(asked.transfer, only_end=asked.found is not None)
+            self._follower.follow(asked.name, asked.address, known)
+        self._follower.ask()
+
+    def _read(self, asked: _Asked, answer: Answer | HandshakeError, now_s: float) -> RemotePrefill | Lost | None:
+        if isinstance(answer, HandshakeError):
+            asked.error = str(answer)
+            return None
+        asked.error = ""
+        if answer.state == "unheard":
+            # A source that had the request and was started again has it no more.
+            return Lost("prefill", "it has forgotten the request", asked.address) if asked.has_heard else None
+        asked.heard_s, asked.has_heard = now_s, True
+        if answer.state == "ended":
+            return Lost("prefill", answer.text, asked.address)
+        if answer.statement is None:
+            return None
+        try:
+            return read_statement(answer.statement, asked.address)
+        except ParamsError as error:
+            return Lost("params", str(error), asked.address)

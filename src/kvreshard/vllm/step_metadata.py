@@ -1,0 +1,72 @@
+"""What travels with a step between the scheduler and the ranks: `ReshardMetadata` to them, `ReshardWorkerMetadata` back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvreshard.session.commands import Command, Failure
+from kvreshard.session.progress import Computed
+from kvreshard.vllm.outcomes import merge_failures
+
+
+@dataclass
+class ReshardMetadata(KVConnectorMetadata):
+    """What the scheduler sends to all ranks in one step.
+
+    `engine_metadata`: once, encoded. `patience_s`: how long a rank may wait in this step for its loads (`idle`). `waits_for_draft`: a prefill
+    may end with this step, and the engine has a draft model (`WorkerSide.wait_for_draft`). `computed`: prefills in this step that readers
+    may follow.
+    """
+
+    commands: list[Command] = field(default_factory=list)
+    # It holds the engine's key, and vLLM logs steps that fail.
+    engine_metadata: bytes | None = field(default=None, repr=False)
+    patience_s: float = 0.0
+    waits_for_draft: bool = False
+    computed: list[Computed] = field(default_factory=list)
+
+
+@dataclass
+class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ranks report to the scheduler beside their results.
+
+    `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
+    keys after a handshake, by request; `unmet`: why a handshake failed, by request. `failed`: why a load failed, by request and rank.
+    `expired`: leases that ran out before they were read. `has_advanced`: a prefill that is followed has gone on.
+    """
+
+    quarantined: set[tuple[str, int]] = field(default_factory=set)
+    settled: set[tuple[str, int]] = field(default_factory=set)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: dict[str, Failure] = field(default_factory=dict)
+    failed: dict[str, dict[int, Failure]] = field(default_factory=dict)
+    expired: set[str] = field(default_factory=set)
+    has_advanced: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.quarantined
+            or self.settled
+            or self.keys
+            or self.unmet
+            or self.failed
+            or self.expired
+            or self.has_advanced
+        )
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
+        """Both ranks' together."""
+        if not isinstance(other, ReshardWorkerMetadata):
+            return self
+        return ReshardWorkerMetadata(
+            self.quarantined | other.quarantined,
+            self.settled | other.settled,
+            self.keys | other.keys,
+            self.unmet | other.unmet,
+            merge_failures(self.failed, other.failed),
+            self.expired | other.expired,
+            self.has_advanced or other.has_advanced,
+        )

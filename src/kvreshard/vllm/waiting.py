@@ -1,0 +1,127 @@
+"""The requests of one engine that have a source elsewhere, from their arrival to the end of their load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvreshard.session.commands import Failure
+from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.params import RemotePrefill
+from kvreshard.vllm.sources import Source
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request between its arrival and the end of its load.
+
+    `is_answer`: its source is an answer, and it is prefilled here. `key`: of its source, after the handshake; `unmet`: why that failed.
+    `num_loadable`: leading tokens, once known; `refusal`: why they must not be read all the same. `transfer`: under which it is followed;
+    `num_blocks`: that it holds, of a load that has begun before its prefill had ended.
+    """
+
+    request: Request
+    prefill: RemotePrefill
+    is_answer: bool
+    key: bytes | None = None
+    unmet: Failure | None = None
+    num_loadable: int | None = None
+    refusal: Failure | None = None
+    num_computed: int = 0
+    is_loading: bool = False
+    is_aborted: bool = False
+    transfer: str = ""
+    num_blocks: int = 0
+
+    @property
+    def is_early(self) -> bool:
+        """Whether its prefill is under way, as far as is known here."""
+        statement = self.prefill.statement
+        return statement is not None and not statement.is_complete
+
+    @property
+    def source(self) -> Source:
+        return self.prefill.remote, self.prefill.lease
+
+    @property
+    def is_unmet(self) -> bool:
+        """Whether the handshake failed and nothing was read. Ranks may differ: one whose handshake succeeded may have loaded its part."""
+        return self.refusal is not None or (self.key is None and self.unmet is not None)
+
+
+class WaitingRequests:
+    """By request id, in the order of arrival. Loads that begin before their prefill has ended hold at most `max_early_blocks` together."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Waiting] = {}
+        # Of the same requests: those whose load is under way, and those of each source.
+        self._loading: set[str] = set()
+        self._of_source: dict[Source, set[str]] = {}
+        self.max_early_blocks = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._waiting))
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests whose load is under way."""
+        return len(self._loading)
+
+    @property
+    def num_early(self) -> int:
+        """Loads under way that have begun before their prefill had ended."""
+        return sum(self._waiting[request_id].is_early for request_id in self._loading)
+
+    def may_begin(self, waiting: Waiting, groups: Sequence[CacheGroup]) -> bool:
+        """Whether its load may begin now: of a prefill that is under way, if it holds few enough blocks, together with the others."""
+        num_tokens = waiting.prefill.num_tokens
+        wanted = sum(-(-num_tokens // group.page_tokens) for group in groups if group.page_tokens)
+        held = sum(self._waiting[request_id].num_blocks for request_id in self._loading)
+        return not waiting.is_early or held + wanted <= self.max_early_blocks
+
+    def get(self, request_id: str) -> Waiting | None:
+        """The request, None if it is not here any more."""
+        return self._waiting.get(request_id)
+
+    def add(self, request_id: str, waiting: Waiting) -> None:
+        """A request has arrived."""
+        self.forget(request_id)
+        self._waiting[request_id] = waiting
+        self._of_source.setdefault(waiting.source, set()).add(request_id)
+
+    def begin_load(self, request_id: str, num_blocks: int) -> None:
+        """Its load begins, into so many blocks."""
+        waiting = self._waiting[request_id]
+        waiting.is_loading = True
+        waiting.num_blocks = num_blocks if waiting.is_early else 0
+        self._loading.add(request_id)
+
+    def forget(self, request_id: str) -> Waiting | None:
+        """The request is over; what was known of it."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._loading.discard(request_id)
+            self._of_source[waiting.source].discard(request_id)
+            if not self._of_source[waiting.source]:
+                del self._of_source[waiting.source]
+        return waiting
+
+    def has_source(self, source: Source) -> bool:
+        """Whether a request here still uses a source."""
+        return source in self._of_source
+
+    def find_longest(self) -> str | None:
+        """The request that waits longest for its load to begin; else, of the loads that wait for their prefills, the one begun last."""
+        longest = next((name for name, waiting in self._waiting.items() if not waiting.is_loading), None)
+        early = [name for name in self._waiting if name in self._loading and self._waiting[name].is_early]
+        return longest or next(reversed(early), None)
