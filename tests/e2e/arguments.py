@@ -14,6 +14,8 @@ MODULES = {
     "ReshardConnector": "kvreshard.vllm",
     "ShadowConnector": "kvreshard.vllm",
     "RecordConnector": "tests.e2e.recorder",
+    "PacedReshardConnector": "bench.paced",
+    "PacedPushConnector": "bench.paced",
 }
 MAX_TOKENS = 1024
 CACHE_BYTES = 64 << 20

@@ -138,6 +138,11 @@ MODELS: dict[str, TinyModel] = {
     model.name: model
     for model in [
         TinyModel("llama", "LlamaForCausalLM", {"head_dim": 64, "rope_parameters": ROPE}),
+        TinyModel(
+            "llama-deep",
+            "LlamaForCausalLM",
+            {"num_hidden_layers": 32, "head_dim": 64, "num_key_value_heads": 2, "rope_parameters": ROPE},
+        ),
         TinyModel("qwen3", "Qwen3ForCausalLM", {"head_dim": 64, "num_key_value_heads": 2, "rope_parameters": ROPE}),
         TinyModel(
             "gemma3",

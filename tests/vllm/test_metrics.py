@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, Results
 from kvreshard.session.pull import Moved
-from kvreshard.vllm import consumer, loadable
+from kvreshard.vllm import consumer, following, loadable
 from kvreshard.vllm.metrics import (
     COUNTERS,
     GAUGES,
@@ -199,11 +199,13 @@ def test_loads_that_take_as_long_as_they_may_are_told_from_longer_ones() -> None
 
 def test_every_cause_of_a_fallback_is_among_the_label_values() -> None:
     here, rest = Path(consumer.__file__).read_text(), Path(loadable.__file__).read_text()
+    lost = re.findall(r'Lost\("(\w+)"', Path(following.__file__).read_text())
     causes = {*consumer.REASONS, *re.findall(r'Loadable\(0, "(.+?)"', rest), "prompt"}
     assert len(causes) > 8
     assert {*re.findall(r'_count\("fallbacks", "(.+?)"', here), *causes} == set(COUNTERS["fallbacks"].values)
     returned = re.findall(r'return "(\w+)"', here) + re.findall(r'give_up\(.+?, "(\w+)"', here)
-    assert {*returned, "pool"} == set(consumer.REASONS)
+    asked = re.findall(r'"(\w+)" if self', here) + re.findall(r'_lose\(request, "(\w+)"', here)
+    assert {*returned, *lost, *asked, "pool", "ended", "unmet"} == set(consumer.REASONS)
     partial = re.findall(r'_note_partial\([^"]*?"(\w+)"', here) + re.findall(
         r'Loadable\(count, fallback, "(\w+)"', rest
     )

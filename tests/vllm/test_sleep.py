@@ -112,6 +112,7 @@ def test_a_rank_tells_what_was_left_and_keeps_what_it_is_told(monkeypatch: pytes
     monkeypatch.setattr(rank, "register", lambda caches: setattr(rank, "_endpoint", awake))
     rank.restore()
     rank.restore()
+    rank.begin_step(ReshardMetadata([later]))
     rank.submit(ReshardMetadata([later]))
     assert awake.commands == [late, later]
 

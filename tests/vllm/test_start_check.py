@@ -327,7 +327,7 @@ def test_the_first_line_says_version_backend_and_options(
     assert re.fullmatch(
         rf"kvreshard {re.escape(kvreshard.__version__)} with vLLM \S+ and NIXL \S+ \(UCX_TLS=tcp,self\): engine p, kv_connector ReshardConnector, "
         rf"kv_role kv_producer; 1 rank, \d+ fields in \d+ groups?, \d+ MiB of cache; hands out its layout at {re.escape(address)} without keys; "
-        r"options: kv_lease_duration=7\.0",
+        r"options: kv_lease_duration=7\.0, lease_slots=512",
         first.getMessage(),
     ), first.getMessage()
     assert ":" in address

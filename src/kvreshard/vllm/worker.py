@@ -171,9 +171,10 @@ class WorkerSide:
         """Before a step is computed: take leases and end others, whose pages it may overwrite, and note what it computes for readers."""
         if self._endpoint is None:
             return
-        for command in metadata.commands:
+        for command in (*self._commands, *metadata.commands):
             if isinstance(command, Acquire | Revoke):
                 self._endpoint.submit(command)
+        self._commands = [command for command in self._commands if not isinstance(command, Acquire | Revoke)]
         self._layers_done.clear()
         self._num_layers_done = 0
         self._endpoint.begin_step(metadata.computed)
