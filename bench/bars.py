@@ -7,6 +7,7 @@
 | transfer of a request | at least 0.95 of the in-tree connector's speed on every block table, by the interval: undecided where it has both sides of 0.95 in it |
 | first token of two engines, one request at a time or several | the same |
 | requests per second of two engines | the same |
+| early reads | exposed time, as a share of the sequential one, within 3 points of the least that it can be; the first token at least 1.6 times as fast as sequential and 1.3 times as fast as in-tree's push where prefill and transfer take as long; never below 0.97 of sequential |
 | direct or staged | a staged read takes at most 1.1 times as long as a direct one, a direct read at most 2.2 times as long as a staged one; by the interval too |
 """
 
@@ -26,6 +27,7 @@ MIN_SPEED = 0.95
 # Direct unless staging is predicted to be twice as fast; a tenth is the measurement's.
 MAX_STAGED_RATIO = 1.1
 MAX_DIRECT_RATIO = 2.2
+MAX_ABOVE_BOUND = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,18 @@ def staging(is_staged: bool, interval: tuple[float, float]) -> tuple[Bar, ...]:
     if is_staged:
         return (Bar("staged at most 1.1 times as long as direct", _is_above(interval, 1 / MAX_STAGED_RATIO)),)
     return (Bar("direct at most 2.2 times as long as staged", _is_above(interval, 1 / MAX_DIRECT_RATIO)),)
+
+
+def exposed(share: float, bound: float) -> tuple[Bar, ...]:
+    """`share`: exposed time over the sequential one; `bound`: the least that it can be."""
+    return (Bar("exposed time within 3 points of the bound", share <= bound + MAX_ABOVE_BOUND),)
+
+
+def early_first_token(interval: tuple[float, float], least: float, beside: str) -> tuple[Bar, ...]:
+    """`interval`: of theirs / ours by the clock."""
+    return (
+        Bar(f"first token of early reads at least {least:g} times as fast as {beside}", _is_above(interval, least)),
+    )
 
 
 def _is_above(interval: tuple[float, float], least: float) -> bool | None:

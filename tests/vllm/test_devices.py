@@ -58,9 +58,7 @@ def test_a_step_waits_for_the_devices_of_its_caches(devices: tuple[str, ...], mo
 def test_the_end_of_a_step_waits_if_it_is_told_to(metadata: ReshardMetadata | None) -> None:
     waited: list[bool] = []
     connector = ReshardConnector.__new__(ReshardConnector)
-    connector._worker = SimpleNamespace(
-        end_step=lambda: None, wait_for_draft=lambda: waited.append(True)
-    )
+    connector._worker = SimpleNamespace(end_step=lambda: None, wait_for_draft=lambda: waited.append(True))
     connector._connector_metadata = metadata
     connector.wait_for_save()
     assert waited == ([True] if metadata is not None and metadata.waits_for_draft else [])

@@ -77,6 +77,9 @@ class Session:
     def end(self) -> Results:
         return self.left
 
+    def begin_step(self, computed: object) -> None:
+        """Nothing is computed."""
+
     def submit(self, command: Command) -> None:
         self.commands.append(command)
 

@@ -1,0 +1,150 @@
+"""Row n: reading while the prompt is computed, with real engines whose compute and link are both paced (`paced`).
+
+Per case the same prompts go through one pair of engines after the prefill and beside it, in turns. What is judged is the exposed time, from
+the last computed token to the loaded cache, as a share of the sequential one:
+
+- by chunk, of N chunks, at least `max(1/N, 1 - s(N-1)/N)`, where s is the time of the prefill over that of the transfer;
+- by layer in every chunk, of L layers, the same with N L in place of N.
+
+s is what was measured: compute that is slower than its pace makes it larger. The first token is beside the same pair's sequential one,
+and beside vLLM's push, which begins when the prefill has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+from tests.releases import INSTALLED
+
+from bench import bars
+from bench.compare import interval
+from bench.early_pairs import CACHE_BYTES, NUM_LAYERS, NUM_TOKENS, OURS, PUSHED, PacedPair, Paces, Passage, prompt
+from bench.paced import Pace
+from bench.results import Result, skipped
+
+ROW = "n early reads"
+PREFILL_S = 3.0
+CHUNK, LAYER = "by chunk", "by layer"
+CASES = ((8, LAYER, 1.0), (8, CHUNK, 1.0))
+ALL_CASES = (
+    *((number, CHUNK, share) for number in (4, 8, 16) for share in (0.5, 1.0, 2.0)),
+    *((number, LAYER, share) for number in (1, 4, 8) for share in (0.5, 1.0, 2.0)),
+)
+ROUNDS, ROUNDS_FULL = 4, 6
+
+
+def run(release: str, full: bool) -> Iterator[Result]:
+    """Each number of chunks with engines of its own. With the installed release only: what is measured is our own way."""
+    if release != INSTALLED:
+        return
+    from tests.e2e.engine import EngineFailed
+    from tests.e2e.engines import Nursery
+
+    cases = ALL_CASES if full else CASES
+    for number in dict.fromkeys(case[0] for case in cases):
+        with Nursery() as nursery:
+            try:
+                paces = Paces()
+                pair = PacedPair(nursery, paces, OURS, NUM_TOKENS // number)
+                for warm in range(2):
+                    pair.sequential(prompt(warm))
+                    pair.early(prompt(warm))
+                for chunks, how, share in cases:
+                    if chunks == number:
+                        yield from _measure(pair, paces, chunks, how, share, ROUNDS_FULL if full else ROUNDS)
+                if number == 8:
+                    yield _beside_push(nursery, paces, pair, ROUNDS_FULL if full else ROUNDS)
+                    yield _unpaced(paces, pair, 4 * (ROUNDS_FULL if full else ROUNDS))
+            except EngineFailed as error:
+                yield skipped(
+                    ROW, f"{number} chunks", f"an engine did not start or ended: {str(error).splitlines()[0]}"
+                )
+
+
+def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float, rounds: int) -> Iterator[Result]:
+    paces.set(Pace(PREFILL_S / NUM_TOKENS, CACHE_BYTES * share / PREFILL_S, how == LAYER))
+    after, beside = _take_turns(pair, rounds)
+    transfer_s = PREFILL_S / share
+    measured = float(np.median([one.prefill_s for one in beside])) / transfer_s
+    units = number * (NUM_LAYERS if how == LAYER else 1)
+    bound = max(1 / units, 1 - measured * (units - 1) / units)
+    exposed = [np.array([one.exposed_s for one in side]) for side in (beside, after)]
+    ratio, low, high = interval(exposed[0] / exposed[1])
+    name = f"{how}, {number} chunks, prefill {share:g} times the transfer"
+    yield Result(
+        ROW, name, float(np.median(exposed[0])), "s exposed", "sequential", float(np.median(exposed[1])), ratio, (low, high),
+        bars.exposed(ratio, bound),
+        details={
+            "bound": round(bound, 4), "prefill_over_transfer": round(measured, 3), "pairs": rounds,
+            "events": {"sequential": _drawn(after[-1]), "early": _drawn(beside[-1])},
+            **_first_tokens(after, beside), "load": round(os.getloadavg()[0], 1),
+        },
+    )  # fmt: skip
+    if (number, how, share) == (8, LAYER, 1.0):
+        tokens = [np.array([one.first_token_s for one in side]) for side in (beside, after)]
+        ratio, low, high = interval(tokens[1] / tokens[0])
+        yield Result(
+            ROW, "first token, by layer, 8 chunks", float(np.median(tokens[0])), "s", "sequential", float(np.median(tokens[1])), ratio,
+            (low, high), bars.early_first_token((low, high), 1.6, "sequential"), details={"pairs": rounds},
+        )  # fmt: skip
+
+
+def _beside_push(nursery: object, paces: Paces, ours: PacedPair, rounds: int) -> Result:
+    """First tokens beside vLLM's own push."""
+    paces.set(Pace())
+    theirs = PacedPair(nursery, paces, PUSHED, NUM_TOKENS // 8)  # type: ignore[arg-type]
+    theirs.learn(prompt(1000))
+    theirs.pushed(prompt(1001))
+    paces.set(Pace(PREFILL_S / NUM_TOKENS, CACHE_BYTES / PREFILL_S))
+    found = [(ours.early(prompt(seed)), theirs.pushed(prompt(seed))) for seed in range(2000, 2000 + rounds)]
+    mine, pushed = (np.array([pair[side].first_token_s for pair in found]) for side in (0, 1))
+    assert all(one.output.tokens == other.output.tokens for one, other in found)
+    ratio, low, high = interval(pushed / mine)
+    return Result(
+        ROW, "first token, by layer, 8 chunks", float(np.median(mine)), "s", "NixlPushConnector", float(np.median(pushed)), ratio, (low, high),
+        bars.early_first_token((low, high), 1.3, "in-tree push's"), details={"pairs": rounds},
+    )  # fmt: skip
+
+
+def _unpaced(paces: Paces, pair: PacedPair, rounds: int) -> Result:
+    """A short prompt over a fast link: what following costs where there is nothing to hide."""
+    paces.set(Pace())
+    tokens = 64
+    found = [
+        (pair.early(prompt(seed)[:tokens]), pair.sequential(prompt(seed)[:tokens]))
+        for seed in range(3000, 3000 + rounds)
+    ]
+    early, after = (np.array([one[side].first_token_s for one in found[2:]]) for side in (0, 1))
+    ratio, low, high = interval(after / early)
+    return Result(
+        ROW, f"first token of {tokens} tokens, nothing paced", float(np.median(early)), "s", "sequential", float(np.median(after)), ratio,
+        (low, high), bars.early_first_token((low, high), 0.97, "sequential"), details={"pairs": rounds - 2},
+    )  # fmt: skip
+
+
+def _take_turns(pair: PacedPair, rounds: int) -> tuple[list[Passage], list[Passage]]:
+    """(sequential, early) of each prompt; who is first changes from prompt to prompt. Both must say the same."""
+    after, beside = list[Passage](), list[Passage]()
+    for number in range(rounds):
+        words = prompt(100 + number)
+        for is_early in (number % 2 == 0, number % 2 == 1):
+            (beside if is_early else after).append(pair.early(words) if is_early else pair.sequential(words))
+        assert beside[-1].output.tokens == after[-1].output.tokens
+    return after, beside
+
+
+def _first_tokens(after: list[Passage], beside: list[Passage]) -> dict[str, object]:
+    return {
+        "first_token_s": [round(float(np.median([one.first_token_s for one in side])), 3) for side in (beside, after)],
+        "prefill_s": [round(float(np.median([one.prefill_s for one in side])), 3) for side in (beside, after)],
+    }
+
+
+def _drawn(passage: Passage) -> dict[str, list[float]]:
+    """Times of a passage, for the picture."""
+    found: dict[str, list[float]] = {"first token": [round(passage.first_token_s, 3)]}
+    for event, at_s in passage.events:
+        found.setdefault(event, []).append(round(at_s, 3))
+    return found
