@@ -9,14 +9,25 @@
    turn: it reads back what the decode engine has of the conversation. A client names the conversation in a field of its own,
    `conversation_id`, which no engine sees.
 
+With `--early` both engines are asked at once (docs/howto/early-reads.md), and the decode engine reads the cache while the prompt is computed. Each prefill engine
+is then given with the address where it listens for decode engines:
+
+    python examples/vllm/router.py --early --prefill http://10.0.0.1:8000 --side-channel 10.0.0.1:5600 --decode http://10.0.0.3:8000 --port 8000
+
+Both requests have the same `transfer_id`. If the prefill engine fails, the decode engine computes the prompt. The next turn of a conversation goes the
+other way, since the prefill engine reads the last answer first.
+
 Of each role the engine with the fewest requests is asked, of those that answered `/health` last time. Without a prefill engine the decode engine
-computes the prompt. When a client goes away, its request is ended at the engine too. `GET /health` says 200 while a decode engine is there.
+computes the prompt. When a client goes away, its requests are ended at the engines too. `GET /health` says 200 while a decode engine is there.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import logging
+import re
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
@@ -29,6 +40,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+logger = logging.getLogger(__name__)
+
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TIMEOUT_S = 600.0
 HEALTH_EVERY_S = 2.0
@@ -37,9 +50,10 @@ MAX_CONVERSATIONS = 10_000
 
 @dataclass(eq=False)
 class Engine:
-    """One server. `num_requests`: under way from here."""
+    """One server. `num_requests`: under way from here. `side_channel`: where decode engines ask it, as `host:port`; it is then read early."""
 
     url: str
+    side_channel: str = ""
     is_healthy: bool = True
     num_requests: int = 0
 
@@ -67,8 +81,8 @@ class Unanswered(Exception):
 class Router:
     """All state of a router: its engines, and the parameters of conversations' last answers."""
 
-    def __init__(self, prefill_urls: list[str], decode_urls: list[str]) -> None:
-        self.prefill, self.decode = [Engine(url) for url in prefill_urls], [Engine(url) for url in decode_urls]
+    def __init__(self, prefill: list[Engine], decode: list[Engine]) -> None:
+        self.prefill, self.decode = prefill, decode
         self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.client = httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
@@ -101,6 +115,9 @@ class Router:
             return refusal(400, "the body is no JSON object")
         conversation = str(body.pop("conversation_id", ""))
         try:
+            engine = self.choose(self.prefill)
+            if engine is not None and engine.side_channel and conversation not in self.answers:
+                return await self._ask_both(engine, request, body, conversation)
             params = await until_gone(request, self._prefill(request.url.path, body, conversation))
             return await self._answer(request, {**body, "kv_transfer_params": params}, conversation)
         except Unanswered as error:
@@ -110,15 +127,11 @@ class Router:
 
     async def _prefill(self, path: str, body: dict[str, Any], conversation: str) -> dict[str, Any] | None:
         """Parameters for the decode engine; None where no prefill engine is there."""
-        known = self.answers.pop(conversation, {})
-        one_token = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": {**known, **PREFILL}}
-        one_token.pop("stream_options", None)
-        if "max_completion_tokens" in body:  # what chats say in place of max_tokens
-            one_token["max_completion_tokens"] = 1
+        asked = one_token(body, {**self.answers.pop(conversation, {}), **PREFILL})
         while (engine := self.choose(self.prefill)) is not None:
             try:
                 with engine.busy():
-                    first = await self.client.post(f"{engine.url}{path}", json=one_token)
+                    first = await self.client.post(f"{engine.url}{path}", json=asked)
             except httpx.TransportError:
                 engine.is_healthy = False
                 continue
@@ -128,7 +141,35 @@ class Router:
             return found if isinstance(found, dict) else None
         return None
 
-    async def _answer(self, request: Request, body: dict[str, Any], conversation: str) -> Response:
+    async def _ask_both(self, engine: Engine, request: Request, body: dict[str, Any], conversation: str) -> Response:
+        """The answer of a decode engine, which reads what `engine` computes meanwhile. Whatever ends the one request ends the other."""
+        transfer = secrets.token_hex(16)
+        host, _, port = engine.side_channel.rpartition(":")
+        source = {"do_remote_prefill": True, "transfer_id": transfer, "remote_host": host, "remote_port": int(port)}
+        first = one_token(body, {**PREFILL, "transfer_id": transfer})
+        async with contextlib.AsyncExitStack() as beside:
+            beside.callback(asyncio.create_task(self._fill(engine, request.url.path, first)).cancel)
+            return await self._answer(request, {**body, "kv_transfer_params": source}, conversation, beside)
+
+    async def _fill(self, engine: Engine, path: str, body: dict[str, Any]) -> None:
+        """Let an engine compute a prompt. If it fails, the decode engine computes it."""
+        try:
+            with engine.busy():
+                answer = await self.client.post(f"{engine.url}{path}", json=body)
+            if answer.status_code != 200:
+                logger.warning("the prefill engine at %s says: %s", engine.url, answer.text[:2000])
+        except httpx.TransportError as error:
+            engine.is_healthy = False
+            logger.warning("the prefill engine at %s is gone: %r", engine.url, error)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        conversation: str,
+        beside: contextlib.AsyncExitStack | None = None,
+    ) -> Response:
+        """The answer of a decode engine. `beside`: is closed when a stream has ended."""
         while (engine := self.choose(self.decode)) is not None:
             async with contextlib.AsyncExitStack() as stack:
                 stack.enter_context(engine.busy())
@@ -136,6 +177,8 @@ class Router:
                 try:
                     answer = await until_gone(request, stack.enter_async_context(asked))
                     if body.get("stream") and answer.status_code == 200:
+                        if beside is not None:
+                            stack.push_async_exit(beside.pop_all())
                         told = self._pass_on(answer, stack.pop_all(), conversation)
                         return StreamingResponse(told, 200, media_type=answer.headers.get("content-type"))
                     content = await until_gone(request, answer.aread())
@@ -204,14 +247,28 @@ async def wait_until_gone(request: Request) -> None:
         pass
 
 
+def one_token(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The request for a prefill engine, which computes the prompt and one token."""
+    asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": params}
+    for name in ("stream_options", "min_tokens"):
+        asked.pop(name, None)
+    if "max_completion_tokens" in body:  # what chats say in place of max_tokens
+        asked["max_completion_tokens"] = 1
+    return asked
+
+
 def refusal(status: int, why: str) -> Response:
     """In the form of OpenAI's API."""
     return JSONResponse({"error": {"message": why, "type": "router_error", "code": status}}, status)
 
 
-def make_app(prefill_urls: list[str], decode_urls: list[str]) -> Starlette:
-    """The router as an application."""
-    router = Router(prefill_urls, decode_urls)
+def make_app(prefill_urls: list[str], decode_urls: list[str], side_channels: list[str] | None = None) -> Starlette:
+    """The router as an application. `side_channels`: of the prefill engines, where both engines are asked at once."""
+    places = side_channels or [""] * len(prefill_urls)
+    router = Router(
+        [Engine(url, place) for url, place in zip(prefill_urls, places, strict=True)],
+        [Engine(url) for url in decode_urls],
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -236,7 +293,20 @@ if __name__ == "__main__":
     parser.add_argument(
         "--decode", action="append", required=True, help="URL of a decode engine; may be given several times"
     )
+    parser.add_argument("--early", action="store_true", help="ask both engines at once; needs --side-channel")
+    parser.add_argument(
+        "--side-channel",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="with --early: where decode engines ask a prefill engine; once for each --prefill, in the same order",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     chosen = parser.parse_args()
-    uvicorn.run(make_app(chosen.prefill, chosen.decode), host=chosen.host, port=chosen.port, log_level="warning")
+    if len(chosen.side_channel) != (len(chosen.prefill) if chosen.early else 0):
+        parser.error("with --early give one --side-channel for each --prefill, without it none")
+    if not all(re.fullmatch(r".+:\d{1,5}", place) for place in chosen.side_channel):
+        parser.error("--side-channel is HOST:PORT, for example 10.0.0.1:5600")
+    app = make_app(chosen.prefill, chosen.decode, chosen.side_channel)
+    uvicorn.run(app, host=chosen.host, port=chosen.port, log_level="warning")

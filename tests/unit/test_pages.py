@@ -20,7 +20,8 @@ DOCS = ROOT / "docs"
 LIMITS = DOCS / "reference" / "limits.md"
 PAGES = [
     *(DOCS / "howto" / f"{name}.md" for name in (
-        "quick-start", "migrate-from-nixl-connector", "upgrade", "network", "capacity", "tuning", "troubleshooting"
+        "quick-start", "migrate-from-nixl-connector", "upgrade", "network", "capacity", "tuning", "troubleshooting",
+        "early-reads",
     )),
     LIMITS,
 ]  # fmt: skip
@@ -28,7 +29,7 @@ PAGES = [
 OTHERS = {
     "kv_role", "kv_both", "kv_producer", "kv_consumer", "kv_load_failure_policy", "kv_transfer_params", "kv_buffer_device", "kv_connector",
     "kv_connector_extra_config", "kv_connector_module_path", "engine_id", "sleep_mode_backend", "remote_host", "remote_port", "vllm_version",
-    "max_tokens", "engine_config", "expandable_segments", "cuda_ipc", "nvidia_peermem",
+    "max_tokens", "engine_config", "transfer_id", "do_remote_prefill", "do_remote_decode", "expandable_segments", "cuda_ipc", "nvidia_peermem",
 }  # fmt: skip
 BOUNDS = {
     "ranks of an instance": "model.wire.MAX_RANKS",
@@ -41,6 +42,11 @@ BOUNDS = {
     "questions that a rank asks at once": "session.handshake_client.MAX_AT_ONCE",
     "instances of one host that are asked at once": "session.peers.MAX_PER_HOST",
     "public keys that are trusted": "session.keys.MAX_PEER_KEYS",
+    "prefills in one question for them": "session.handshake_messages.MAX_TRANSFERS",
+    "questions for prefills that a listener holds": "session.handshake_server.MAX_HELD",
+    "the answer to such a question": "session.statement.MAX_STATEMENT_BYTES",
+    "ended prefills whose `transfer_id` is remembered": "session.rendezvous.MAX_ENDED",
+    "tokens of a prompt that is read early": "session.progress.MAX_TOKENS",
     "`kv_transfer_params`": "vllm.params.MAX_BYTES",
     "blocks in them, all groups": "vllm.params.MAX_PAGES",
     "pictures, audio and videos of a prompt": "vllm.prompt.MAX_ITEMS",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,9 +26,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from tests.ports import free_ports
 
+from kvreshard.session.handshake_messages import Address
+from kvreshard.vllm.params import read_address, transfer_of
+
 pytestmark = [pytest.mark.vllm, pytest.mark.one_release]
 ROUTER = Path(__file__).parents[2] / "examples" / "vllm" / "router.py"
 PATIENCE_S = 10.0
+SIDE_CHANNEL = "10.0.0.1:5600"
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "kvreshard": {"version": 1}}
 BACK = {"do_remote_decode": True, "remote_engine_id": "d"}
 
@@ -104,12 +110,15 @@ def wait_for(what: Any) -> None:
 
 
 @contextmanager
-def routing(prefills: list[FakeEngine], decodes: list[FakeEngine], *dead: str) -> Iterator[str]:
+def routing(
+    prefills: list[FakeEngine], decodes: list[FakeEngine], *dead: str, side_channels: list[str] | None = None
+) -> Iterator[str]:
     """The URL of a router before these engines, and before prefill engines that are not there."""
     with ExitStack() as stack:
         for engine in (*prefills, *decodes):
             engine.url = stack.enter_context(serving(engine.app))
-        app = load().make_app([*dead, *(engine.url for engine in prefills)], [engine.url for engine in decodes])
+        urls = [*dead, *(engine.url for engine in prefills)]
+        app = load().make_app(urls, [engine.url for engine in decodes], side_channels)
         yield stack.enter_context(serving(app))
 
 
@@ -208,3 +217,122 @@ def test_what_cannot_be_answered_says_why() -> None:
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
         assert httpx.get(f"{url}/v1/models").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_engines_are_asked_at_once_under_one_id(stream: bool) -> None:
+    first, second = prefill(), decode()
+    body = {"prompt": "x", "max_tokens": 9, "min_tokens": 5, "stream": stream, "stream_options": {}}
+    with routing([first], [second], side_channels=[SIDE_CHANNEL]) as url:
+        for number in (1, 2):
+            answer = httpx.post(f"{url}/v1/completions", json=body)
+            assert "said" in answer.text
+            wait_for(lambda number=number: len(first.asked) == number)
+    transfers = set()
+    for asked, then in zip(first.asked, second.asked, strict=True):
+        assert (asked["max_tokens"], asked["stream"], then["max_tokens"], then["stream"]) == (1, False, 9, stream)
+        assert not {"stream_options", "min_tokens"} & asked.keys()
+        params, source = asked["kv_transfer_params"], then["kv_transfer_params"]
+        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+        assert source["do_remote_prefill"] is True
+        # What the engines read of it.
+        assert transfer_of(params) == transfer_of(source) == params["transfer_id"]
+        assert read_address(source) == Address("10.0.0.1", 5600)
+        transfers.add(params["transfer_id"])
+    assert len(transfers) == 2
+
+
+def test_a_decode_engine_does_not_wait_for_the_prefill_engines_answer() -> None:
+    first, second = prefill(slow=True), decode()
+    with routing([first], [second], side_channels=[SIDE_CHANNEL]) as url:
+        for stream in (False, True):
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}, timeout=PATIENCE_S)
+            assert "said" in answer.text
+        # Nobody waits for the prefills any more.
+        wait_for(lambda: first.num_left == len(first.asked))
+
+
+def test_the_address_is_that_of_the_prefill_engine_that_is_asked() -> None:
+    first, second, nobody = prefill(), decode(), f"http://127.0.0.1:{free_ports(1)}"
+    with routing([first], [second], nobody, side_channels=["10.0.0.9:1", SIDE_CHANNEL]) as url:
+        wait_for(lambda: httpx.get(f"{url}/health").json()["prefill"] == {nobody: False, first.url: True})
+        httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        wait_for(lambda: first.asked)
+    assert read_address(second.asked[0]["kv_transfer_params"]) == Address("10.0.0.1", 5600)
+
+
+def test_where_a_prefill_engine_fails_the_decode_engine_answers() -> None:
+    first, second = prefill(status=500), decode()
+    with routing([first], [second], side_channels=[SIDE_CHANNEL]) as url:
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        wait_for(lambda: first.asked)
+    assert answer.json()["choices"] == [{"text": "said"}]
+    assert "transfer_id" in second.asked[0]["kv_transfer_params"]
+
+
+def test_where_a_prefill_engine_is_gone_the_decode_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is asked alone from then on, also before the next look at its health."""
+
+    async def look(*_: Any) -> None:
+        pass
+
+    module, second, nobody = load(), decode(), f"http://127.0.0.1:{free_ports(1)}"
+    monkeypatch.setattr(module.Router, "_look", look)
+    with serving(second.app) as at, serving(module.make_app([nobody], [at], [SIDE_CHANNEL])) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).json()["choices"] == [{"text": "said"}]
+        wait_for(lambda: httpx.get(f"{url}/health").json()["prefill"] == {nobody: False})
+        httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+    first, then = (asked["kv_transfer_params"] for asked in second.asked)
+    assert "transfer_id" in first
+    assert then is None
+
+
+def test_where_no_decode_engine_answers_both_requests_end() -> None:
+    first = prefill(slow=True)
+    with routing([first], [decode(status=400)], side_channels=[SIDE_CHANNEL]) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 400
+        wait_for(lambda: first.num_left == len(first.asked))
+    app = load().make_app(["http://127.0.0.1:1"], [f"http://127.0.0.1:{free_ports(1)}"], [SIDE_CHANNEL])
+    with serving(app) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_both_requests(stream: bool) -> None:
+    first, second = prefill(slow=True), decode(slow=True)
+    body = {"prompt": "x", "stream": stream}
+    with routing([first], [second], side_channels=[SIDE_CHANNEL]) as url:
+        with httpx.Client() as client:
+            if stream:
+                with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+                    lines = answer.iter_lines()  # kept: its end closes the connection
+                    assert next(lines)
+                    wait_for(lambda: first.asked)
+                    assert not first.num_left
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{url}/v1/completions", json=body, timeout=0.5)
+        wait_for(lambda: (first.num_left, second.num_left) == (1, 1))
+
+
+def test_a_turn_whose_prefill_reads_the_last_answer_back_waits_for_it() -> None:
+    first, second = prefill(), decode()
+    body = {"prompt": "x", "conversation_id": "c"}
+    with routing([first], [second], side_channels=[SIDE_CHANNEL]) as url:
+        for _ in range(2):
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    back = first.asked[-1]["kv_transfer_params"]
+    assert (back["remote_engine_id"], "transfer_id" in back) == ("d", False)
+    assert second.asked[1]["kv_transfer_params"] == PARAMS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--early"], ["--side-channel", SIDE_CHANNEL], ["--early", "--side-channel", "10.0.0.1"]],
+    ids=["none", "without --early", "no port"],
+)
+def test_the_command_line_wants_a_side_channel_of_each_prefill_engine(words: list[str]) -> None:
+    command = [sys.executable, str(ROUTER), "--prefill", "http://a", "--decode", "http://b", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "--side-channel" in done.stderr
