@@ -30,7 +30,14 @@ from bench.results import Result, skipped
 RELEASES = (releases.INSTALLED, releases.NEWEST)
 NEWEST = RELEASES[-1]
 # Letter of the row, and the module that measures it: its `run(release, full)`.
-ROWS = {"a": "rows_handshake", "b": "rows_preparation", "c": "rows_transfer", "f": "rows_first_token", "g": "rows_load", "n": "rows_early"}
+ROWS = {
+    "a": "rows_handshake",
+    "b": "rows_preparation",
+    "c": "rows_transfer",
+    "f": "rows_first_token",
+    "g": "rows_load",
+    "n": "rows_early",
+}
 MARK = "RESULT "
 FAILED = "failed: "
 ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_LOGGING_LEVEL": "ERROR"}

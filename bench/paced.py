@@ -58,111 +58,87 @@ def note(event: str, **details: object) -> None:
 
 
 class _Link:
-    """One link: when it is free again, and when each transfer that was given to it has passed."""
+    """One link: when it is free again, and when what was given to it has passed. In front of the methods of NIXL's agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Any) -> None:
+        names = (
+            "get_xfer_descs",
+            "prep_xfer_dlist",
+            "make_prepped_xfer",
+            "initialize_xfer",
+            "transfer",
+            "check_xfer_state",
+        )
+        self._inner = {name: getattr(agent, name) for name in names}
         self._free_s = 0.0
-        self._ends_s: dict[int, float] = {}
-        self._started: set[int] = set()
+        # Of lists of NIXL's, which are kept so that no other takes their place: bytes of each entry. Of transfers: bytes, and their end.
+        self._lengths: dict[int, tuple[object, Any]] = {}
         self._bytes: dict[int, int] = {}
+        self._ends_s: dict[int, float] = {}
+        for name in names:
+            setattr(agent, name, self._method(name))
 
-    def describe(self, handle: object, num_bytes: int) -> None:
-        self._bytes[id(handle)] = num_bytes
+    def _method(self, name: str) -> Callable[..., Any]:
+        def method(agent: Any, *given: Any, **named: Any) -> Any:
+            return getattr(self, name)(agent, *given, **named)
 
-    def begin(self, handle: object) -> bool:
-        """Whether a transfer takes time."""
+        return method
+
+    def get_xfer_descs(self, agent: Any, given: Any, *more: Any, **named: Any) -> Any:
+        found = self._inner["get_xfer_descs"](agent, given, *more, **named)
+        self._note(found, given)
+        return found
+
+    def prep_xfer_dlist(self, agent: Any, name: str, given: Any, *more: Any, **named: Any) -> Any:
+        found = self._inner["prep_xfer_dlist"](agent, name, given, *more, **named)
+        known = self._lengths.get(id(given))
+        if known is not None:
+            self._lengths[id(found)] = found, known[1]
+        else:
+            self._note(found, given)
+        return found
+
+    def make_prepped_xfer(self, agent: Any, operation: str, local: Any, indices: Any, *more: Any, **named: Any) -> Any:
+        handle = self._inner["make_prepped_xfer"](agent, operation, local, indices, *more, **named)
+        known = self._lengths.get(id(local))
+        self._bytes[id(handle)] = 0 if known is None else sum(int(known[1][index]) for index in indices)
+        return handle
+
+    def initialize_xfer(self, agent: Any, operation: str, local: Any, *more: Any, **named: Any) -> Any:
+        handle = self._inner["initialize_xfer"](agent, operation, local, *more, **named)
+        known = self._lengths.pop(id(local), None)
+        self._bytes[id(handle)] = 0 if known is None else int(sum(known[1]))
+        return handle
+
+    def transfer(self, agent: Any, handle: Any, *more: Any, **named: Any) -> str:
         rate, num_bytes = Pace.read().link_bytes_per_s, self._bytes.get(id(handle), 0)
-        self._started.discard(id(handle))
         if not rate or num_bytes <= SMALL_BYTES:
-            return False
+            return str(self._inner["transfer"](agent, handle, *more, **named))
         self._free_s = max(self._free_s, time.monotonic()) + num_bytes / rate
         self._ends_s[id(handle)] = self._free_s
-        return True
+        return "PROC"
 
-    def is_under_way(self, handle: object) -> bool:
-        return time.monotonic() < self._ends_s.get(id(handle), 0.0)
+    def check_xfer_state(self, agent: Any, handle: Any) -> str:
+        if time.monotonic() < self._ends_s.get(id(handle), 0.0):
+            return "PROC"
+        has_passed = self._ends_s.pop(id(handle), None) is not None
+        return str(self._inner["transfer" if has_passed else "check_xfer_state"](agent, handle))
 
-    def has_passed(self, handle: object) -> bool:
-        """Whether a transfer has just passed, and its bytes are to be moved now."""
-        return self._ends_s.pop(id(handle), None) is not None
+    def _note(self, found: object, given: Any) -> None:
+        """Bytes of each entry of a list. Rows of five columns stand for as many entries as the last says."""
+        if isinstance(given, list):
+            self._lengths[id(found)] = found, [one[1] for one in given]
+        elif getattr(given, "ndim", 0) == 2:
+            repeats = given[:, 4].astype(np.int64) if given.shape[1] == 5 else 1
+            self._lengths[id(found)] = found, np.repeat(given[:, 1], repeats)
 
 
 def pace_link() -> None:
     """Of every agent that this process makes from now on: bytes are moved when they would have passed a link."""
     from nixl._api import nixl_agent
 
-    if hasattr(nixl_agent, "_paced"):
-        return
-    nixl_agent._paced, link = True, _Link()
-    lengths: dict[int, tuple[object, Any]] = {}
-
-    def wrap(name: str, make: Callable[[Any], Any]) -> None:
-        setattr(nixl_agent, name, make(getattr(nixl_agent, name)))
-
-    def descs(inner: Any) -> Any:
-        def get_xfer_descs(self: Any, given: Any, *more: Any, **named: Any) -> Any:
-            found = inner(self, given, *more, **named)
-            if isinstance(given, list):
-                lengths[id(found)] = found, [one[1] for one in given]
-            elif getattr(given, "ndim", 0) == 2:
-                lengths[id(found)] = found, given[:, 1]
-            return found
-
-        return get_xfer_descs
-
-    def prep(inner: Any) -> Any:
-        def prep_xfer_dlist(self: Any, agent: str, given: Any, *more: Any, **named: Any) -> Any:
-            found = inner(self, agent, given, *more, **named)
-            known = lengths.get(id(given))
-            if known is not None:
-                lengths[id(found)] = found, known[1]
-            elif getattr(given, "ndim", 0) == 2:  # rows of five columns stand for as many entries as the last says
-                repeats = given[:, 4].astype(np.int64) if given.shape[1] == 5 else 1
-                lengths[id(found)] = found, np.repeat(given[:, 1], repeats)
-            return found
-
-        return prep_xfer_dlist
-
-    def made(inner: Any) -> Any:
-        def make_prepped_xfer(self: Any, operation: str, local: Any, indices: Any, *more: Any, **named: Any) -> Any:
-            handle = inner(self, operation, local, indices, *more, **named)
-            known = lengths.get(id(local))
-            link.describe(handle, 0 if known is None else sum(int(known[1][index]) for index in indices))
-            return handle
-
-        return make_prepped_xfer
-
-    def initialized(inner: Any) -> Any:
-        def initialize_xfer(self: Any, operation: str, local: Any, *more: Any, **named: Any) -> Any:
-            handle = inner(self, operation, local, *more, **named)
-            known = lengths.pop(id(local), None)
-            link.describe(handle, 0 if known is None else int(sum(known[1])))
-            return handle
-
-        return initialize_xfer
-
-    def transferred(inner: Any) -> Any:
-        def transfer(self: Any, handle: Any, *more: Any, **named: Any) -> str:
-            return "PROC" if link.begin(handle) else str(inner(self, handle, *more, **named))
-
-        return transfer
-
-    def checked(inner: Any) -> Any:
-        move = nixl_agent.transfer_now
-
-        def check_xfer_state(self: Any, handle: Any) -> str:
-            if link.is_under_way(handle):
-                return "PROC"
-            return str(move(self, handle)) if link.has_passed(handle) else str(inner(self, handle))
-
-        return check_xfer_state
-
-    nixl_agent.transfer_now = nixl_agent.transfer
-    for name, make in (
-        ("get_xfer_descs", descs), ("prep_xfer_dlist", prep), ("make_prepped_xfer", made), ("initialize_xfer", initialized),
-        ("transfer", transferred), ("check_xfer_state", checked),
-    ):  # fmt: skip
-        wrap(name, make)
+    if not hasattr(nixl_agent, "link"):
+        nixl_agent.link = _Link(nixl_agent)
 
 
 def pace_compute(num_layers: int) -> None:

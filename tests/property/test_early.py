@@ -19,7 +19,9 @@ ACTIONS = ("compute", "settle", "take back", "begin", "publish", "cancel", "turn
 WEIGHTS = (25, 15, 0.6, 3, 5, 0.1, 40)
 
 
-def live(seed: int, *, lies: bool = False, options: EndpointOptions = OPTIONS) -> str:
+def live(  # noqa: C901, PLR0915 (one history from its beginning to its end)
+    seed: int, *, lies: bool = False, options: EndpointOptions = OPTIONS
+) -> str:
     """One history; how it ended: "received", "wrong", or the kind of the failure."""
     rng = Random(seed)
     shown, loses = rendezvous(), [rng.random() < 0.3 for _ in range(40)]

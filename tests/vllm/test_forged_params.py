@@ -141,8 +141,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
-    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
+    monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
     made = Fleet()
     yield made
     made.world.close()

@@ -27,8 +27,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
-    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
+    monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
 
 
 # vLLM 0.30 stands still in this world: failed loads and prefills in one small pool (docs/versions.md).

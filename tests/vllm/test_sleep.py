@@ -34,8 +34,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
-    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
+    monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
 
 
 @pytest.mark.skipif(not release().can_sleep, reason="vLLM tells no connector when an engine sleeps")

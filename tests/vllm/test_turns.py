@@ -28,8 +28,7 @@ ANSWER_LEASE_S = 60.0
 @pytest.fixture(autouse=True)
 def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world's clock is turned by hand."""
-    monkeypatch.setattr(idle, "SHORTEST_S", 0.0)
-    monkeypatch.setattr(idle, "LONGEST_S", 0.0)
+    monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
 
 
 def reading_back(shape: Shape, **more: object) -> Shape:

@@ -11,7 +11,8 @@ Each time something is told, by the progress words or by the source's listener:
 
 If the lease word is another on any source rank, the prefill was preempted or has ended. What was read is forgotten when it has settled, and
 reading begins again under the word that the listener names; so also where that is seen at the very end. A prefill that the listener calls
-ended fails the load. `load_timeout_s` is the longest time without news.
+ended fails the load. `load_timeout_s` is the longest time in which neither the words nor the
+listener say anything; a prefill that waits in its engine's queue is something.
 """
 
 from __future__ import annotations
@@ -183,11 +184,11 @@ class EarlyJob(Job):
             return
         if answer.state == "ended":
             self.stop(Failure("prefill", f"its prefill has ended: {answer.text}"), now_s)
+        self._told_s = now_s
         if answer.statement is None:
             return
         try:
             self._take(self.peer, answer.statement)
-            self._told_s = now_s
         except (SealError, KvReshardError) as error:
             self.stop(Failure("seal", str(error)), now_s)
         except ValueError as error:

@@ -24,6 +24,9 @@ from kvreshard.session.keys import Keys
 from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, read_reply
 
 RETRY_S = 1.0
+# Between two questions to one source: requests that come together are asked for together, and a listener that cannot hold a question
+# answers at once.
+PAUSE_S = 0.005
 # A listener holds a question for seconds (`handshake_server.HOLD_S`).
 QUESTION_S = 20.0
 
@@ -110,7 +113,7 @@ class Follower:
     def _ask(self, address: Address, source: _Source) -> None:
         if source.reply is not None:
             source.reply.cancel()
-        source.has_changed = False
+        source.has_changed, source.not_before_s = False, self._clock() + PAUSE_S
         source.asked = tuple(islice(source.wanted.items(), MAX_TRANSFERS))
         if len(source.wanted) > MAX_TRANSFERS:
             for name, known in source.asked:

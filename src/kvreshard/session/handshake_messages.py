@@ -39,13 +39,14 @@ class Known(msgspec.Struct, frozen=True):
     """A transfer that is asked for, by the id that a router chose, and what the reader knows of it: the lease word, 0 for nothing, and the
     number of pages of each group.
 
-    `only_end`: it wants to hear of nothing but the end, good or bad.
+    `is_heard`: it knows that the source has the request. `only_end`: it wants to hear of nothing but the end, good or bad.
     """
 
     transfer: Name
     word: Annotated[int, msgspec.Meta(ge=0)] = 0
     num_pages: Annotated[dict[Name, int], msgspec.Meta(max_length=MAX_GROUPS)] = {}
     only_end: bool = False
+    is_heard: bool = False
 
 
 class HandshakeMessage(msgspec.Struct, frozen=True):

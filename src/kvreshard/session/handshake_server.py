@@ -205,8 +205,10 @@ class HandshakeServer:
         message = read_message(payload)
         if not isinstance(message, str) and message.ask == "transfers" and self._rendezvous is not None:
             transfers = message.transfers or ()
-            found = self._rendezvous.answer(transfers, is_last=len(self._held) >= MAX_HELD)
+            found = self._rendezvous.answer(transfers, is_last=False)
             if found is None:
+                if len(self._held) >= MAX_HELD:  # the oldest may be of a reader that has asked again, or is gone
+                    self._answer_one(self._held.popleft(), math.inf)
                 self._held.append(_Held(envelope[0], transfers, now_s + HOLD_S))
                 return 0
             return self._send(envelope[0], [zmq.Frame(found, copy=True)])

@@ -1,6 +1,6 @@
 """Reads the lease and progress words of the leases that this rank follows at one source engine, all in one read per source rank.
 
-How often depends on how long nothing has changed: a slow prefill is looked at less often, and never less than every `MAX_INTERVAL_S`.
+How often depends on how fast they change: a slow prefill is looked at less often, and never less than every `MAX_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvreshard.session.progress import Progress
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.base import Direction, Transfer, TransferState, TransportError
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.002, 0.025
-# A reader that comes late by this part of the time that a layer or chunk takes loses that much.
-INTERVAL_SHARE = 1 / 16
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.004, 0.025
+# Of the time between two changes. A reader comes late by half of it.
+INTERVAL_SHARE = 1 / 4
 WORDS_PER_LEASE = 2
 
 Seen = Mapping[int, Progress | None]
@@ -38,6 +38,7 @@ class ProgressReader:
         self._read_slots: tuple[int, ...] = ()
         self._address: int | None = None
         self._changed_s = self._due_s = -1.0
+        self._gap_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -49,7 +50,7 @@ class ProgressReader:
         if self._watched.get(name) != (slot, word):
             self._watched[name] = slot, word
             self._seen.pop(name, None)
-            self._due_s = -1.0
+            self._due_s, self._gap_s = -1.0, 0.0
 
     def unwatch(self, name: str) -> None:
         """No longer."""
@@ -75,8 +76,8 @@ class ProgressReader:
         return MAX_INTERVAL_S if self._reads or not self._watched else max(0.0, self._due_s - now_s)
 
     def _read(self, now_s: float) -> TransportError | None:
-        quiet_s = now_s - self._changed_s
-        self._due_s = now_s + min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, quiet_s * INTERVAL_SHARE))
+        gap_s = max(self._gap_s, now_s - self._changed_s)
+        self._due_s = now_s + min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, gap_s * INTERVAL_SHARE))
         ranks = self.peer.route.src_ranks
         slots = tuple(dict.fromkeys(slot for slot, _ in self._watched.values()))
         each = WORDS_PER_LEASE * len(slots)
@@ -119,7 +120,8 @@ class ProgressReader:
             if self._seen.get(name) != seen:
                 self._seen[name] = changed[name] = seen
         if changed:
-            self._changed_s, self._due_s = now_s, now_s + MIN_INTERVAL_S
+            self._gap_s, self._changed_s = now_s - self._changed_s, now_s
+            self._due_s = now_s + MIN_INTERVAL_S
         return changed
 
     def _give_back(self) -> None:

@@ -104,7 +104,9 @@ class Rendezvous:
                 self._end(transfer, prefill, text)
 
     def answer(self, questions: Sequence[Known], *, is_last: bool) -> bytes | None:
-        """The answer to a question; None while there is nothing new. `is_last`: answer in any case."""
+        """The answer to a question; None while there is nothing new. `is_last`: answer in any case. That a source has
+        the request is news to a reader that does not know it.
+        """
         answers: dict[int, Answer] = {}
         with self._lock:
             for place, known in enumerate(questions):
@@ -122,7 +124,7 @@ class Rendezvous:
         statement = None if known.only_end and prefill.tables is None else self._state(prefill, known)
         if statement is not None:
             return Answer("found", statement=statement)
-        return Answer("heard") if is_last else None
+        return Answer("heard") if is_last or not (known.is_heard or known.word) else None
 
     def _state(self, prefill: _Prefill, known: Known) -> Statement | None:
         """What is new to a reader, sealed; None if nothing is."""

@@ -22,7 +22,7 @@ from kvreshard.model.form import SAME_RELEASE
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import MAX_NAME, Name, plain
 from kvreshard.session.handshake_messages import MAX_GROUPS, MAX_TEXT, MAX_TRANSFERS, HandshakeError, read_answer
-from kvreshard.session.seal import SEAL_BYTES, Seal, check_seal, make_seal
+from kvreshard.session.seal import SEAL_BYTES, Seal, SealError, check_seal, make_seal
 
 FORM = "kvreshard.statement"
 VERSION = 1
@@ -76,7 +76,13 @@ class Statement(msgspec.Struct, frozen=True):
 
     def check(self, key: bytes, source: tuple[str, str], tables: Mapping[str, PageTable]) -> None:
         """Raises SealError unless the source has sealed exactly this."""
-        check_seal(key, source, self._lease, tables, Seal(self.sealed_details, self.code))
+        try:
+            check_seal(key, source, self._lease, tables, Seal(self.sealed_details, self.code))
+        except SealError as error:
+            raise SealError(
+                f"what the listener of engine '{plain(source[0], 80)}' says of request '{plain(self.request, 80)}' was not sealed by that engine: "
+                "lease, pages or tokens are not those of its prefill. Nothing more was read; is another engine behind that address?"
+            ) from error
 
     @property
     def _lease(self) -> tuple[str, int, int]:

@@ -80,7 +80,7 @@ class Consumer:
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.log = FallbackLog()
-        self.waiting = WaitingRequests()
+        self.waiting = WaitingRequests(config.groups)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
@@ -217,7 +217,7 @@ class Consumer:
                 waiting.refusal = waiting.unmet
             waiting.num_loadable = self._count_tokens(waiting)
         num_missing = max(0, waiting.num_loadable - num_computed)
-        if num_missing and not self.waiting.may_begin(waiting, self._config.groups):
+        if num_missing and not self.waiting.may_begin(waiting):
             return None
         is_worthless = waiting.is_answer and num_missing < (self._min_answer_tokens or 0)
         return 0 if is_worthless else num_missing

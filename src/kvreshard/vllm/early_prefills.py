@@ -56,6 +56,8 @@ class EarlyPrefills:
         # By request id: its transfer, and those that are computed.
         self._transfers: dict[str, str] = {}
         self._owners: dict[str, str] = {}
+        # Transfers that readers find complete.
+        self._complete: set[str] = set()
         self._shown: dict[str, _Shown] = {}
 
     def hear(self, request: Request, owner: str) -> None:
@@ -68,7 +70,7 @@ class EarlyPrefills:
     def schedule(self, request: Request, lease: Acquire) -> None:
         """A request that has arrived has got blocks and a lease."""
         transfer = self._transfers.get(request.request_id)
-        is_other = any(one.transfer == transfer for one in self._shown.values())
+        is_other = transfer in self._complete or any(one.transfer == transfer for one in self._shown.values())
         if transfer is not None and not is_other and request.num_prompt_tokens <= MAX_TOKENS:
             self._shown[request.request_id] = _Shown(request, transfer, lease, int(request.num_prompt_tokens))
 
@@ -89,17 +91,20 @@ class EarlyPrefills:
         self._shown.pop(request_id, None)
 
     def complete(self, request_id: str, prefill: RemotePrefill) -> None:
-        """A request has ended well."""
-        shown = self._shown.pop(request_id, None)
-        if shown is not None:
+        """A request has ended well. Of several choices it is the one that is kept, whichever was shown."""
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._shown = {name: one for name, one in self._shown.items() if one.transfer != transfer}
+            self._complete.add(transfer)
             statement = _state(prefill, is_complete=True)
-            self._rendezvous.complete(shown.transfer, self._owners[request_id], statement, prefill.tables())
+            self._rendezvous.complete(transfer, self._owners[request_id], statement, prefill.tables())
 
     def end(self, request_id: str, text: str) -> None:
         """Nothing can be read of a request any more. `text`: why, for people."""
         self._shown.pop(request_id, None)
         transfer, owner = self._transfers.pop(request_id, None), self._owners.pop(request_id, "")
         if transfer is not None and owner not in self._owners.values():
+            self._complete.discard(transfer)
             self._rendezvous.end(transfer, owner, text)
 
     def _begin(self, shown: _Shown) -> bool:

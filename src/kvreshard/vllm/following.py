@@ -118,15 +118,26 @@ class Following:
                 if found is not None:
                     asked.found, asked.told = found, set()
         for asked in self._asked.values():
-            if now_s > asked.heard_s + self._wait_s and not asked.is_over and (asked.found is None or asked.error):
+            is_silent = not asked.has_heard or asked.error
+            if now_s > asked.heard_s + self._wait_s and not asked.is_over and is_silent:
                 text = asked.error or f"it has not heard of transfer_id '{asked.transfer}' within {self._wait_s:g} s"
                 asked.found, asked.told = Lost("unheard", text, asked.address), set()
             self._ask(asked)
         return [told for asked in self._asked.values() for told in self._tell(asked)]
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something has become known, or so long."""
-        self._told.wait(seconds)
+    @property
+    def num_open(self) -> int:
+        """Prefills that are under way, as far as is known."""
+        return sum(not asked.is_over for asked in self._asked.values())
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether its prefill is under way, as far as is known."""
+        asked = self._of_request.get(request_id)
+        return asked is not None and not asked.is_over
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something has become known, or so long; whether something has."""
+        return self._told.wait(seconds)
 
     def close(self) -> None:
         """End all questions."""
@@ -143,7 +154,7 @@ class Following:
         if self._follower is None:
             self._follower = Follower(self._engine, 0, self._keys, self._told.set)
         if not asked.is_over:
-            known = Known(asked.transfer, only_end=asked.found is not None)
+            known = Known(asked.transfer, is_heard=asked.has_heard, only_end=asked.found is not None)
             self._follower.follow(asked.name, asked.address, known)
         self._follower.ask()
 

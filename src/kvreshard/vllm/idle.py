@@ -1,39 +1,73 @@
 """How long an engine that computes nothing waits for its loads, in steps that vLLM makes without rest while requests wait.
 
-A step without work costs some 3 ms of processor time. A load of a finished prefill takes milliseconds: each rank waits a few for it in a step.
-Where all loads wait for prefills at other engines, nothing may happen for seconds. Then the wait grows from step to step, up to `LONGEST_S`.
-It ends early where a load ends, or where a listener has news of a request that has no blocks yet. A request that arrives meanwhile waits for
-its end.
+A step without work costs some 3 ms of processor time, and the processes of an engine with several spin for a second after each (0.32.0,
+`SpinCondition`).
+
+1. A load of a finished prefill takes milliseconds: each rank waits `PATIENCE_S` for it in a step.
+2. Where all requests wait for prefills at other engines, the scheduler waits before the step, up to `LONGEST_S`: until a listener has news
+   of a prefill, or a request arrives (`find_arrivals`). Where arrivals cannot be seen it waits up to `UNSEEN_S`. Each wait in a row is
+   longer than the one before.
 """
 
 from __future__ import annotations
+
+import queue
+import sys
+import time
+from collections.abc import Callable
 
 from kvreshard.vllm.consumer import Consumer
 
 # A load of a megabyte takes some 3 ms; after a step that finds nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is
 # messages between its processes).
-SHORTEST_S, LONGEST_S, GROWTH = 0.004, 0.064, 1.25
+PATIENCE_S = 0.004
+LONGEST_S, UNSEEN_S, GROWTH = 30.0, 0.064, 1.5
+# How often it is looked whether a request has arrived.
+LOOK_S = 0.002
 
 
 class Idle:
     """Of one engine."""
 
-    def __init__(self) -> None:
-        self._patience_s = SHORTEST_S
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._wait_s = clock, PATIENCE_S
+        self._has_arrivals: Callable[[], bool] | None = None
+        self._is_sought = False
 
     def is_over(self) -> None:
         """Something has happened: a request has arrived."""
-        self._patience_s = SHORTEST_S
+        self._wait_s = PATIENCE_S
 
-    def patience_s(self, consumer: Consumer) -> float:
-        """For the ranks, in this step."""
-        if consumer.waiting.num_loading == consumer.waiting.num_early:
-            self._patience_s = min(LONGEST_S, self._patience_s * GROWTH)
-        else:
-            self._patience_s = SHORTEST_S
-        return self._patience_s
+    def wait(self, consumer: Consumer) -> float:
+        """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads."""
+        following = consumer.following
+        is_followed = following is not None and all(map(following.is_open, consumer.waiting))
+        if following is None or not (is_followed and following.num_open and consumer.waiting.wait_for_prefills()):
+            self._wait_s = PATIENCE_S
+            return PATIENCE_S
+        if not self._is_sought:
+            self._is_sought, self._has_arrivals = True, find_arrivals()
+        longest_s = UNSEEN_S if self._has_arrivals is None else LONGEST_S
+        self._wait_s = min(longest_s, self._wait_s * GROWTH)
+        until_s = self._clock() + self._wait_s
+        while (left_s := until_s - self._clock()) > 0:
+            if self._has_arrivals is not None and self._has_arrivals():
+                break
+            if following.wait(left_s if self._has_arrivals is None else min(LOOK_S, left_s)):
+                self._wait_s = PATIENCE_S
+                break
+        return 0.0
 
-    def wait(self, consumer: Consumer) -> None:
-        """Where no rank has anything to wait for: for news of prefills that are under way."""
-        if consumer.following is not None and consumer.following.num_unknown:
-            consumer.following.wait(self._patience_s)
+
+def find_arrivals() -> Callable[[], bool] | None:
+    """Whether messages wait for vLLM's engine, which calls this function some frames above (0.32.0, `EngineCoreProc.input_queue`).
+
+    None where it has no such queue: it runs in the process of its user.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = getattr(frame.f_locals.get("self"), "input_queue", None)
+        if isinstance(found, queue.Queue):
+            return lambda: not found.empty()
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -37,7 +37,8 @@ GAUGES: Mapping[str, str] = {
     "leases_held": "Requests that other engines may read, or that are computed for them.",
     "blocks_held": "Blocks that are held for other engines.",
     "loads_waiting": "Requests that wait until their load can begin.",
-    "loads_in_flight": "Requests whose load is under way.",
+    "loads_in_flight": "Requests whose load is under way, without those below.",
+    "loads_early": "Requests whose load has begun before their prefill had ended.",
     "pool_blocks": "Blocks of the engine's pool, whoever has them.",
     "quarantine_blocks_held": "Blocks that are out of the pool because a read may still write them.",
 }

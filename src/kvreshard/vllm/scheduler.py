@@ -217,13 +217,12 @@ class SchedulerSide:
         self._computing.update(num_scheduled)
         self._add(self._producer.preempt(preempted))
         is_idle = self._may_be_idle and not self._computing
-        if is_idle and not self._metadata.commands and not self._consumer.waiting.num_loading:
-            self._idle.wait(self._consumer)
+        patience_s = self._idle.wait(self._consumer) if is_idle and not self._metadata.commands else 0.0
         self._add(self._consumer.hear())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.commands = self._delayed.step(metadata.commands)
         metadata.computed = list(self._producer.early.step(num_scheduled, self._manager))
-        metadata.patience_s = self._idle.patience_s(self._consumer) if is_idle else 0.0
+        metadata.patience_s = patience_s
         self._handshake.show_changes()
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
         self._producer.last_pages.hold()
@@ -265,7 +264,8 @@ class SchedulerSide:
             "leases_held": self._producer.num_leases,
             "blocks_held": self._producer.num_blocks_held,
             "loads_waiting": self._consumer.num_waiting,
-            "loads_in_flight": self._consumer.waiting.num_loading,
+            "loads_in_flight": self._consumer.waiting.num_loading - self._consumer.waiting.num_early,
+            "loads_early": self._consumer.waiting.num_early,
             "quarantine_blocks_held": self._quarantine.num_blocks,
             "pool_blocks": 0 if self._manager is None else int(self._manager.block_pool.num_gpu_blocks),
         }

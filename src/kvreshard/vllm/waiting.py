@@ -56,7 +56,8 @@ class Waiting:
 class WaitingRequests:
     """By request id, in the order of arrival. Loads that begin before their prefill has ended hold at most `max_early_blocks` together."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[CacheGroup] = ()) -> None:
+        self._groups = groups
         self._waiting: dict[str, Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
@@ -82,10 +83,14 @@ class WaitingRequests:
         """Loads under way that have begun before their prefill had ended."""
         return sum(self._waiting[request_id].is_early for request_id in self._loading)
 
-    def may_begin(self, waiting: Waiting, groups: Sequence[CacheGroup]) -> bool:
+    def wait_for_prefills(self) -> bool:
+        """Whether all of them wait for prefills that are under way, and for nothing else."""
+        return all(one.is_early and (one.is_loading or not self.may_begin(one)) for one in self._waiting.values())
+
+    def may_begin(self, waiting: Waiting) -> bool:
         """Whether its load may begin now: of a prefill that is under way, if it holds few enough blocks, together with the others."""
         num_tokens = waiting.prefill.num_tokens
-        wanted = sum(-(-num_tokens // group.page_tokens) for group in groups if group.page_tokens)
+        wanted = sum(-(-num_tokens // group.page_tokens) for group in self._groups if group.page_tokens)
         held = sum(self._waiting[request_id].num_blocks for request_id in self._loading)
         return not waiting.is_early or held + wanted <= self.max_early_blocks
 

@@ -1,0 +1,364 @@
+"""Each way in which a load that follows its prefill could go wrong, by itself."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from tests.unit.session.prefills import TRANSFER, LocalFollower, Prefill, rendezvous
+from tests.unit.session.world import KEY, OPTIONS, SLOT, WORD, World, collect, make_world, meet
+
+from kvreshard.model.changed import replace
+from kvreshard.model.errors import KvReshardError
+from kvreshard.model.tables import PageTable
+from kvreshard.session.commands import Acquire, EndpointOptions, Load
+from kvreshard.session.handshake_messages import Known
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.progress import Computed, Progress, ProgressBoard
+from kvreshard.session.rendezvous import Rendezvous
+from kvreshard.session.seal import SealError
+from kvreshard.session.statement import Answer, PageList, Statement, read_reply
+from kvreshard.transport.memory import Fault
+
+
+class Followed:
+    """A prefill of 40 tokens in a source of two ranks, and a load that follows it."""
+
+    def __init__(self, options: EndpointOptions = OPTIONS, seed: int = 0, stages: tuple[int, ...] = (0, 0)) -> None:
+        self.shown = rendezvous()
+        self.lost: list[bool] = []
+        self.world: World = make_world(
+            2, 1, options, follower=lambda: LocalFollower(self.shown, self.lost), stages=stages
+        )
+        self.prefill = Prefill(self.world, self.shown, 40, Random(seed))
+        self.prefill.begin()
+
+    def order(self) -> Load:
+        self.load = self.prefill.order()
+        self.go(3)
+        return self.load
+
+    def go(self, times: int = 8) -> None:
+        """Everybody has some turns, and what is posted settles."""
+        for _ in range(times):
+            meet(self.world)
+            self.world.turn(1)
+            self.world.fabric.step(4)
+            self.world.clock.now_s += 0.03
+
+    def compute(self) -> None:
+        """All of the prompt, on all ranks."""
+        for rank in self.world.src.endpoints:
+            while self.prefill.go_on(rank):
+                pass
+
+    def end(self) -> tuple[set[str], dict[str, str]]:
+        received, failed, _ = collect(self.world.dst)
+        return received, {name: failure.kind for name, failure in failed.items()}
+
+    def is_exact(self) -> bool:
+        expected = self.prefill.expected(self.load)
+        return all(np.array_equal(self.world.dst.memory[place], held) for place, held in expected.items())
+
+
+@pytest.fixture
+def followed() -> Followed:
+    return Followed()
+
+
+def test_a_load_ends_before_its_prefill_is_published(followed: Followed) -> None:
+    """Where nothing is read at the end, the lease word and the progress are proof enough."""
+    followed.order()
+    followed.compute()
+    followed.go()
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+    followed.prefill.publish()
+    followed.go()
+    assert collect(followed.world.src)[2] == {"r"}  # it was reported before
+
+
+def test_a_word_is_cleared_before_the_command_returns(followed: Followed) -> None:
+    """Trap 1: the caller overwrites the pages next, and no turn of the session lies between."""
+    lease = followed.prefill.lease
+    assert lease is not None
+    tables = followed.world.src.tables.values()
+    assert {table[lease.slot] for table in tables} == {lease.word}
+    followed.prefill.tell(Acquire("r", lease.slot, lease.word).revoke)
+    assert {table[lease.slot] for table in tables} == {0}
+    assert {int(table.progress[lease.slot]) for table in tables} == {0}
+
+
+def test_what_was_read_of_a_former_life_is_forgotten(followed: Followed) -> None:
+    """Trap 2: reading begins again under the next word, on other pages."""
+    followed.order()
+    for rank in followed.world.src.endpoints:
+        for _ in range(5):
+            followed.prefill.go_on(rank)
+    followed.go()
+    followed.prefill.take_back()
+    followed.go()
+    assert followed.end() == (set(), {})
+    followed.prefill.begin()
+    followed.compute()
+    followed.go(12)
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+
+
+def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None:
+    """Everything was final and read; the lease word is gone when it is read."""
+    followed.order()
+    followed.compute()
+    followed.world.faults[-1] = Fault(delay_steps=6)
+    for _ in range(4):
+        followed.world.turn(1)
+        followed.world.fabric.step(1)
+    followed.prefill.take_back()
+    followed.world.faults[-1] = Fault()
+    followed.go(6)
+    assert followed.end() == (set(), {})
+    followed.prefill.begin()
+    followed.compute()
+    followed.go(12)
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+
+
+def test_a_hit_is_final_after_the_own_first_step() -> None:
+    """Trap 3: nothing is said of tokens before a request's first step, although its blocks are known."""
+    table = LeaseTable(64)
+    board = ProgressBoard(table)
+    table[SLOT] = WORD
+    board.begin([Computed(SLOT, WORD, 32, 40)])
+    assert int(table.progress[SLOT]) == 0
+    board.layer(1)
+    assert Progress.unpack(int(table.progress[SLOT])) == (32, 40, 1)
+    board.end()
+    assert Progress.unpack(int(table.progress[SLOT])) == (40, 40, 0)
+
+
+def test_zeroing_spares_what_was_read_before(followed: Followed) -> None:
+    """Trap 4: new pages are zeroed for the whole request, once, where no copy writes."""
+    load = followed.order()
+    assert len(load.transfer.dst_new_pages)
+    followed.compute()
+    followed.go()
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()  # the last page too, of which 4 of 6 tokens were read
+
+
+def test_the_time_without_news_is_bounded_and_not_the_prefill() -> None:
+    """Trap 6: a prefill may take longer than a load may."""
+    followed = Followed(replace(OPTIONS, load_timeout_s=10.0))
+    followed.order()
+    ranks = list(followed.world.src.endpoints)
+    for _ in range(4):
+        followed.world.clock.now_s += 8.0
+        followed.prefill.go_on(ranks[0])  # the other rank says nothing
+        followed.go(2)
+    assert followed.end() == (set(), {})
+    for _ in range(3):
+        followed.world.clock.now_s += 8.0
+        followed.world.turn(1)
+    assert followed.end() == (set(), {"d": "timeout"})
+
+
+def test_a_prefill_that_ends_without_pages_fails_the_load(followed: Followed) -> None:
+    """Trap 7: the listener says so."""
+    followed.order()
+    followed.prefill.take_back()
+    followed.shown.end(TRANSFER, "r", "aborted")
+    followed.go()
+    assert followed.end() == (set(), {"d": "prefill"})
+
+
+def test_a_source_that_is_followed_answers_fast(followed: Followed) -> None:
+    """Trap 8: its agent would poll slowly while it only computes."""
+    endpoint = followed.world.src.endpoints[0]
+    followed.world.src.turn(1)
+    assert not endpoint._is_attentive
+    endpoint.begin_step([Computed(0, 1, 0, 8)])
+    followed.world.src.turn(1)
+    assert endpoint._is_attentive
+    endpoint.begin_step([])
+    followed.world.src.turn(1)
+    assert not endpoint._is_attentive
+
+
+def test_each_source_rank_counts_for_its_own_part() -> None:
+    """Trap 9: one is ready, the other has not begun."""
+    followed = Followed()
+    followed.order()
+    while followed.prefill.go_on(0):
+        pass
+    followed.go()
+    assert followed.end() == (set(), {})
+    while followed.prefill.go_on(1):
+        pass
+    followed.go()
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+
+
+def test_an_ordinary_load_goes_first(followed: Followed) -> None:
+    """What nobody waits for yet is read when no other load is under way."""
+    followed.order()
+    (endpoint,) = followed.world.dst.endpoints.values()
+    endpoint._jobs.num_awaited += 1
+    for rank in followed.world.src.endpoints:
+        for _ in range(3):
+            followed.prefill.go_on(rank)
+    before = {place: held.copy() for place, held in followed.world.dst.memory.items()}
+    followed.go()
+    assert all(np.array_equal(held, followed.world.dst.memory[place]) for place, held in before.items())
+    endpoint._jobs.num_awaited -= 1
+    followed.compute()
+    followed.go()
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+
+
+def test_a_source_without_early_fields_is_read_at_the_end() -> None:
+    followed = Followed()
+    followed.world.src.is_early = False
+    followed.order()
+    followed.compute()
+    followed.go()
+    assert followed.end() == (set(), {})
+    followed.prefill.publish()
+    followed.go()
+    assert followed.end() == ({"d"}, {})
+    assert followed.is_exact()
+
+
+def test_progress_beyond_the_prompt_or_backwards_reads_no_other_pages(followed: Followed) -> None:
+    """What a hostile source says of itself brings its own pages at most: those of the statement, up to the load's end."""
+    load = followed.order()
+    lease = followed.prefill.lease
+    assert lease is not None
+    for table in followed.world.src.tables.values():
+        table.progress[lease.slot] = Progress(2**28 - 1, 2**28 - 1, 255).pack()
+    followed.go(4)
+    for table in followed.world.src.tables.values():
+        table.progress[lease.slot] = Progress(3, 3, 0).pack()
+    followed.go(4)
+    outside = [held for place, held in followed.world.dst.memory.items()]
+    assert outside
+    assert load.transfer.dst_tables
+    received, failed = followed.end()
+    assert not failed
+    assert received in (set(), {"d"})
+
+
+def test_pages_outside_the_pool_fail_the_load(followed: Followed) -> None:
+    followed.order()
+    lease = followed.prefill.lease
+    assert lease is not None
+    followed.prefill.pages = [10**6] * 10
+    followed.prefill.list_pages(40)
+    for endpoint in followed.world.src.endpoints.values():
+        endpoint.board.begin([Computed(lease.slot, lease.word, 0, 40)])
+        endpoint.board.end()
+    followed.go()
+    assert followed.end() == (set(), {"d": "request"})
+
+
+def test_a_statement_that_was_not_sealed_fails_the_load(followed: Followed) -> None:
+    followed.order()
+    followed.shown._key = bytes(32)
+    followed.prefill.list_pages(40)
+    followed.go()
+    assert followed.end() == (set(), {"d": "seal"})
+
+
+def test_another_prefill_under_the_id_fails_the_load(followed: Followed) -> None:
+    followed.order()
+    followed.prefill.take_back()
+    followed.shown.end(TRANSFER, "r", "aborted")
+    assert followed.shown.hear(TRANSFER, "other")
+    assert followed.shown.begin(TRANSFER, "other", Statement("prefill", "", "other", 1, 2, 40, {}, False, b"{}"))
+    followed.go()
+    assert set(followed.end()[1].values()) <= {"prefill", "seal"}
+
+
+def test_two_prefills_of_one_id_are_not_shown() -> None:
+    shown = Rendezvous(KEY)
+    assert shown.hear("x", "a")
+    assert shown.hear("x", "a")  # a choice, or the same after a preemption
+    assert not shown.hear("x", "b")
+    assert not shown.begin("x", "a", Statement("e", "i", "a", 1, 2, 8, {}, False, b""))
+    reply = shown.answer([Known("x")], is_last=False)
+    assert reply is not None
+    assert read_reply(reply)[0].state == "ended"
+    shown.end("x", "b", "over")
+    assert shown.hear("x", "c")
+
+
+def _ask(shown: Rendezvous, known: Known) -> Answer:
+    reply = shown.answer([known], is_last=False)
+    assert reply is not None
+    return read_reply(reply)[0]
+
+
+def test_the_listener_says_what_is_new_and_nothing_else() -> None:
+    shown = Rendezvous(KEY)
+    assert shown.answer([Known("x")], is_last=False) is None
+    shown.hear("x", "a")
+    assert _ask(shown, Known("x")) == Answer("heard")
+    assert shown.answer([Known("x", is_heard=True)], is_last=False) is None
+    shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
+    shown.extend("x", 77, {"g": [5, 6]})
+    first = _ask(shown, Known("x")).statement
+    assert first is not None
+    assert first.pages == {"g": PageList.of(PageTable([5, 6], 40))}
+    assert shown.answer([Known("x", 77, {"g": 2})], is_last=False) is None
+    shown.extend("x", 77, {"g": [9]})
+    shown.extend("x", 78, {"g": [10]})  # of another life
+    more = _ask(shown, Known("x", 77, {"g": 2})).statement
+    assert more is not None
+    assert more.pages == {"g": PageList.of(PageTable([9], 40, 2))}
+    assert shown.answer([Known("x", 77, only_end=True)], is_last=False) is None
+    shown.begin("x", "a", Statement("e", "i", "a", 3, 79, 40, {}, False, b""))
+    again = _ask(shown, Known("x", 77, {"g": 3})).statement
+    assert again is not None
+    assert (again.word, again.pages) == (79, {})
+
+
+def test_a_statement_is_sealed_as_a_whole() -> None:
+    tables = {"g": PageTable([5, 6], 40)}
+    pages = {"g": PageList.of(tables["g"])}
+    good = Statement("e", "i", "a", 1, 77, 40, pages, False, b"d").sealed(KEY, tables)
+    good.check(KEY, ("e", "i"), tables)
+    for other in (
+        replace(good, is_complete=True), replace(good, num_tokens=41), replace(good, word=78), replace(good, details=b""),
+    ):  # fmt: skip
+        with pytest.raises(SealError, match="was not sealed by that engine"):
+            other.check(KEY, ("e", "i"), other.tables())
+
+
+def test_a_board_writes_what_a_device_has_done_and_no_word_of_a_lease_that_has_gone() -> None:
+    done: list[bool] = []
+    table = LeaseTable(64)
+    board = ProgressBoard(table, lambda: lambda: bool(done))
+    table[1], table[2] = 11, 22
+    board.begin([Computed(1, 11, 0, 8), Computed(2, 22, 0, 8)])
+    board.layer(1)
+    board.end()
+    board.end()
+    board.poll()
+    assert board.is_pending
+    assert not table.progress.any()
+    board.take_back(1, 11)
+    board.take_back(2, 23)  # another life
+    table[1] = 12
+    done.append(True)
+    board.poll()
+    assert not board.is_pending
+    assert [int(table.progress[slot]) for slot in (1, 2)] == [0, Progress(8, 8, 0).pack()]
+
+
+def test_more_tokens_than_a_word_has_room_for_are_refused() -> None:
+    with pytest.raises(KvReshardError, match="must ascend, and not be above"):
+        Progress(0, 2**28, 0).pack()
