@@ -30,8 +30,10 @@ def test_some_seconds_of_everything(run_seed: int, tmp_path: Path, monkeypatch: 
 
 
 def has_seen_everything(tally: Tally) -> bool:
-    """Every pair has loaded something, and something went wrong meanwhile."""
-    return tally.started > 100 and len(tally.per_pair) == 6 and sum(tally.faults.values()) > 2
+    """Every pair has loaded something, also early loads of each kind, and something went wrong meanwhile."""
+    early = tally.early["served"] > 20 and tally.early["read early"] > 10
+    early = early and tally.early["begun again"] > 3 and tally.early["failed"] > 3
+    return early and tally.started > 100 and len(tally.per_pair) == 6 and sum(tally.faults.values()) > 2
 
 
 def made(shape: Shape) -> tuple[Content, dict[int, dict[str, np.ndarray]], Pool]:
