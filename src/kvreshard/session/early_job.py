@@ -367,6 +367,11 @@ class EarlyJob(Job):
         self.state = "following"
         self.observer.noted("begun again", "its prefill has lost its pages")
         while self._next_life is None:
+            if self._life.is_complete:  # then there is no other life, whatever the listener still shows
+                raise StaleLease(
+                    "the source no longer holds the lease of this request, whose prefill has ended: its pages may have been reused while they "
+                    "were read; compute the prompt again, or give leases more time"
+                )
             yield UNTIL_TOLD
         self._life, self._next_life = self._next_life, None
         self.load = replace(self.load, lease=self._life.lease)
