@@ -29,8 +29,12 @@ CHUNKS, UNITS_PER_TURN = 4, 2
 # Of each turn: that one that is to be preempted, or given up, is so now.
 DISTURB_SHARE = 0.06
 AWAY_S = 0.060
+# Some go on beyond their prompt before they end, and may be preempted then.
+GOES_ON_SHARE, GOES_ON_S = 0.3, 0.040
 # An engine that has no pages for so long, or is stopped meanwhile, gives a prefill up.
 PREFILL_S = 5.0
+# An engine that rests hears with its next step only that a lease has ended. Until then its listener shows the prefill.
+FORGETS_S = (0.0, 0.0, 30.0)
 GIVEN_UP, TOO_SLOW, FREED = "the client has gone", "it took too long", "its pages are free again"
 REASONS = GIVEN_UP, TOO_SLOW, FREED
 
@@ -61,6 +65,10 @@ class _Early:
     num_tokens: int = 0
     num_listed: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def is_computed(self) -> bool:
+        return self.num_tokens == self.order.num_tokens
+
 
 class EarlyPrefills:
     """The requests of one prefill engine that are followed. `turn` goes on with them."""
@@ -70,6 +78,8 @@ class EarlyPrefills:
         self._computing: dict[str, _Early] = {}
         # Published; readers may still ask for them.
         self._ended: dict[str, str] = {}
+        # Of these the pages are free again; the listener learns of it then.
+        self._forgets: list[tuple[float, str, str]] = []
         # Of the step that is under way: lease and tokens of each request, and what each rank still has to do: a layer, or None for its end.
         self._step: dict[str, tuple[RemoteLease, int, int]] = {}
         self._left: dict[int, deque[int | None]] = {}
@@ -103,12 +113,17 @@ class EarlyPrefills:
         now_s, rng = time.monotonic(), self._engine.rng
         for request in freed:
             if request in self._ended:
-                self._engine.rendezvous.end(self._ended.pop(request), request, FREED)
+                self._forgets.append((now_s + rng.choice(FORGETS_S), request, self._ended.pop(request)))
+        for due in [due for due in self._forgets if now_s >= due[0]]:
+            self._forgets.remove(due)
+            self._engine.rendezvous.end(due[2], due[1], FREED)
         for early in list(self._computing.values()):
             if now_s > early.until_s:
                 self._give_up(early, TOO_SLOW)
             elif early.lease is not None and rng.random() < DISTURB_SHARE:
                 self._disturb(early, now_s)
+            elif early.lease is not None and early.is_computed and now_s >= early.not_before_s:
+                self._publish(early, early.lease)
         for _ in range(UNITS_PER_TURN):
             if not self._left:
                 self._begin_step(now_s)
@@ -122,7 +137,7 @@ class EarlyPrefills:
         for early in self._computing.values():
             if early.lease is None and now_s >= early.not_before_s:
                 self._begin_life(early)
-            if early.lease is not None:
+            if early.lease is not None and not early.is_computed:
                 start, rng = early.num_tokens, self._engine.rng
                 most = early.order.num_tokens - start
                 stop = start + min(most, rng.randrange(1, max(2, 2 * early.order.num_tokens // CHUNKS)))
@@ -143,7 +158,7 @@ class EarlyPrefills:
         if taken is None:
             return
         early.tables, early.lease = taken
-        early.num_tokens, early.num_listed = 0, {}
+        early.num_listed = {}
         self._engine.rendezvous.begin(order.transfer, order.request, self._statement(early, early.lease, False))
 
     def _statement(self, early: _Early, lease: RemoteLease, is_complete: bool) -> Statement:
@@ -190,8 +205,10 @@ class EarlyPrefills:
         for request, (lease, _, stop) in self._step.items():
             early = self._computing.get(request)
             if early is not None and early.lease == lease:
-                early.num_tokens = stop
-                if stop == early.order.num_tokens:
+                early.num_tokens, rng = stop, self._engine.rng
+                if early.is_computed and rng.random() < GOES_ON_SHARE:
+                    early.not_before_s = time.monotonic() + GOES_ON_S * rng.random()
+                elif early.is_computed:
                     self._publish(early, lease)
 
     def _publish(self, early: _Early, lease: RemoteLease) -> None:
@@ -217,7 +234,7 @@ class EarlyPrefills:
         """Its pages are overwritten when this returns."""
         if early.lease is not None:
             self._prefills.revoke(early.lease, early.tables)
-            early.lease, early.tables = None, {}
+            early.lease, early.tables, early.num_tokens = None, {}, 0
 
     def _give_up(self, early: _Early, text: str) -> None:
         self._take_back(early)

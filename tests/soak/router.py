@@ -38,6 +38,8 @@ BOUND_S = OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + SLACK_S
 EARLY_BOUND_S = PREFILL_S + BOUND_S
 PER_READER = 4
 EARLY_SHARE = 1 / 3
+# Most requests have fewer.
+USUAL_TOKENS = 200
 LEASE_S = 3.0
 NO_ROOM_S = 0.2
 # What only a fault of the source, of the reader or of what lies between may bring about.
@@ -100,7 +102,7 @@ class Router:
     def _launch_early(self, source: Member, reader: Member, now_s: float) -> None:
         rng = self.rng
         fate = rng.choices(("whole", "prefix", "aborted", "given up", "short"), (45, 20, 13, 10, 12))[0]
-        flight, num_tokens, ttl_s = self._begin(source, reader, now_s, fate)
+        flight, num_tokens, ttl_s = self._begin(source, reader, now_s, fate, 2 * USUAL_TOKENS)
         name, transfer, seed = flight.name, f"x-{flight.name}", rng.getrandbits(32)
         flight.is_early, flight.ordered_s = True, now_s
         num_preempts = rng.choices((0, 1, 2, 3), (55, 25, 12, 8))[0]
@@ -112,10 +114,12 @@ class Router:
         if fate == "aborted":
             flight.abort_s = now_s + rng.choice((0.0, 0.002, 0.02, 0.1))
 
-    def _begin(self, source: Member, reader: Member, now_s: float, fate: str) -> tuple[Flight, int, float]:
+    def _begin(
+        self, source: Member, reader: Member, now_s: float, fate: str, usual_tokens: int = USUAL_TOKENS
+    ) -> tuple[Flight, int, float]:
         """A new request, its tokens and how long it is kept."""
         rng, self.tally.started = self.rng, self.tally.started + 1
-        num_tokens = rng.randrange(1, MAX_TOKENS) if rng.random() < 0.15 else rng.randrange(1, 200)
+        num_tokens = rng.randrange(1, MAX_TOKENS) if rng.random() < 0.15 else rng.randrange(1, usual_tokens)
         ttl_s = rng.uniform(0.001, 0.040) if fate == "short" else LEASE_S
         self._last_number += 1
         name = f"r{self._last_number}"
