@@ -105,7 +105,8 @@ class EarlyPrefills:
 
     def begin(self, order: EarlyOrder) -> None:
         """A request has come."""
-        assert self._engine.rendezvous.hear(order.transfer, order.request)
+        is_new = self._engine.rendezvous.hear(order.transfer, order.request)
+        assert is_new
         self._computing[order.request] = _Early(order, time.monotonic() + PREFILL_S)
 
     def turn(self, freed: Iterable[str]) -> None:

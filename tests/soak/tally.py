@@ -31,7 +31,7 @@ class Tally:
     per_pair: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
-    # Of early loads: "served", "begun again" (and then served), "read early" (a part of it), and "failed".
+    # Of early loads: "served", "begun again" (and then served), "read early" (a part of it), "cancelled" and "failed".
     early: Counter[str] = field(default_factory=Counter)
     early_bytes: int = 0
     prefix_hits: int = 0
@@ -72,7 +72,7 @@ class Tally:
 
     def _note_early(self, ended: Ended) -> None:
         is_served = ended.kind == "loaded"
-        self.early["served" if is_served else "failed"] += 1
+        self.early["served" if is_served else "cancelled" if ended.kind == "cancelled" else "failed"] += 1
         self.early["begun again"] += is_served and ended.has_begun_again
         self.early["read early"] += is_served and ended.early_bytes > 0
         self.early_bytes += ended.early_bytes

@@ -97,9 +97,14 @@ def test_what_must_not_be_is_told(kind: str, wrong: int, own_s: float, told: str
 
 def test_early_loads_are_counted() -> None:
     tally = Tally(1, 1.0)
-    for kind, begun_again, early_bytes in (("loaded", False, 0), ("loaded", True, 7), ("stale lease", True, 7)):
+    for kind, begun_again, early_bytes in (
+        ("loaded", False, 0),
+        ("loaded", True, 7),
+        ("stale lease", True, 7),
+        ("cancelled", False, 0),
+    ):
         ended = Ended("r1", kind, "", 1.0, 5, 0, 10, 0, False, True, begun_again, early_bytes)
         tally.note_end("a -> b", ended, 1.0, 8.0)
     assert tally.defects == []
-    assert tally.early == {"served": 2, "begun again": 1, "read early": 1, "failed": 1}
+    assert tally.early == {"served": 2, "begun again": 1, "read early": 1, "failed": 1, "cancelled": 1}
     assert "served 2" in "\n".join(tally.lines())
