@@ -9,7 +9,7 @@ arithmetic (`testing.oracle`), done once per engine for the longest request and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +65,19 @@ class Content:
         ]
 
     def write(
-        self, memory: Memory, tables: Mapping[str, PageTable], tokens: Tokens, seed: int, num_tokens: int
+        self,
+        memory: Memory,
+        tables: Mapping[str, PageTable],
+        tokens: Tokens,
+        seed: int,
+        num_tokens: int,
+        only: tuple[int, Collection[str]] | None = None,
     ) -> None:
-        """Give the cells of these tokens the values of request `seed`."""
+        """Give the cells of these tokens the values of request `seed`. `only`: of one rank, and of these fields."""
         values: dict[int, Bytes] = {}
         for cells in self._cells:
+            if only is not None and (cells.rank != only[0] or cells.shard.field not in only[1]):
+                continue
             found = cells.of(tokens[cells.group])
             if found.start == found.stop:
                 continue

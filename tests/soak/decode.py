@@ -27,7 +27,10 @@ from kvreshard.session.commands import Cancel, Failure, Load, Release, Renew, Re
 
 @dataclass(frozen=True)
 class Ended:
-    """`kind`: "loaded" or that of the failure. `seconds` from the order to load to the last rank's word."""
+    """`kind`: "loaded" or that of the failure. `seconds` from the order to load to the last rank's word.
+
+    `early_bytes`: of an early load, those that were read before its prefill had computed everything.
+    """
 
     request: str
     kind: str
@@ -38,6 +41,9 @@ class Ended:
     num_compared: int
     num_wrong: int
     is_quarantined: bool
+    is_early: bool = False
+    has_begun_again: bool = False
+    early_bytes: int = 0
 
 
 @dataclass
@@ -48,6 +54,7 @@ class _Loading:
     ordered_s: float
     ends: dict[int, Failure | None] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
+    early_bytes: int = 0
 
 
 class Loads:
@@ -70,7 +77,9 @@ class Loads:
         """Pages of requests that have not ended, and of those in quarantine."""
         return sum(len(all_pages(load.tables)) for load in [*self._live.values(), *self._quarantined.values()])
 
-    def begin(self, request: str, params: Params, prefix: int, is_watched: bool) -> bool:
+    def begin(
+        self, request: str, params: Params, prefix: int, is_watched: bool, ordered_s: float | None = None
+    ) -> bool:
         """Order a load of all but a prefix that is here already; False while there are too few pages."""
         engine, num_tokens = self._engine, params.num_tokens
         tables = allocate(engine.layout, engine.pool, num_tokens)
@@ -82,10 +91,11 @@ class Loads:
         new = {page for pages in wanted.dst_new_pages.values() for page in pages.tolist()}
         engine.pool.clear(set(all_pages(tables)) - new)
         engine.content.write(engine.memory, tables, here, params.seed, num_tokens)
-        self._live[request] = _Loading(params, tables, prefix, time.monotonic())
+        self._live[request] = _Loading(params, tables, prefix, time.monotonic() if ordered_s is None else ordered_s)
         if is_watched:
             engine.submit(Renew(request, params.remote, params.lease))
-        engine.submit(Load(request, params.remote, params.lease, wanted, params.seal, gives_back=True))
+        named = request, params.remote, params.lease
+        engine.submit(Load(*named, wanted, params.seal, gives_back=True, transfer_id=params.transfer))
         return True
 
     def abort(self, request: str) -> None:
@@ -100,8 +110,9 @@ class Loads:
     def collect(self, results: Mapping[int, Results]) -> list[Ended]:
         """The requests that are over on every rank."""
         for rank, found in results.items():
-            for request in found.received:
+            for request, moved in found.received.items():
                 self._live[request].ends[rank] = None
+                self._live[request].early_bytes += moved.num_early_bytes
             for request, failure in found.failed.items():
                 self._live[request].ends[rank] = failure
                 if failure.is_quarantined:
@@ -131,6 +142,9 @@ class Loads:
         else:
             engine.pool.give(all_pages(load.tables))
         kind, text = ("loaded", "") if not failures else (failures[0].kind, failures[0].text)
+        has_begun_again = request in engine.begun_again
+        engine.begun_again.discard(request)
         return Ended(
-            request, kind, text, seconds, params.num_tokens, load.prefix, num_compared, num_wrong, is_quarantined
-        )
+            request, kind, text, seconds, params.num_tokens, load.prefix, num_compared, num_wrong, is_quarantined,
+            bool(params.transfer), has_begun_again, load.early_bytes,
+        )  # fmt: skip

@@ -10,11 +10,13 @@ import gc
 import os
 import random
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from tests.ports import free_ports
 from tests.soak.content import Content, views
+from tests.soak.early_fields import choose_early_fields
 from tests.soak.pages import Pool
 from tests.soak.shapes import MAX_TOKENS, Shape
 
@@ -22,15 +24,16 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model.changed import replace
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
+from kvreshard.session.commands import Command, EndpointOptions, Load, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Staging
+from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import new_key
-from kvreshard.tools.observer import ObserverOptions, RankObserver
+from kvreshard.tools.observer import ObserverOptions, RankObserver, WatchedLoad
 from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
@@ -63,6 +66,28 @@ class Counters:
     peers: int
 
 
+class SoakObserver(RankObserver):
+    """One that also knows which loads have begun again (`begun_again`: requests)."""
+
+    def __init__(self, rank: int, options: ObserverOptions, begun_again: set[str]) -> None:
+        super().__init__(rank, HostMemory(), options)
+        self.begun_again = begun_again
+
+    def ordered(self, load: Load) -> WatchedLoad:
+        return _SoakLoad(self, load)
+
+
+class _SoakLoad(WatchedLoad):
+    def __init__(self, rank: SoakObserver, load: Load) -> None:
+        super().__init__(rank, load)
+        self._request, self._begun_again = load.request, rank.begun_again
+
+    def noted(self, event: str, text: str = "") -> None:
+        if event == "begun again":
+            self._begun_again.add(self._request)
+        super().noted(event, text)
+
+
 @dataclass(frozen=True)
 class _Rank:
     memory: dict[str, np.ndarray]
@@ -70,7 +95,7 @@ class _Rank:
     table: LeaseTable
     staging: np.ndarray
     endpoint: Endpoint
-    observer: RankObserver
+    observer: SoakObserver
 
 
 class Engine:
@@ -100,21 +125,26 @@ class Engine:
         self.memory = memory
         self.pool = Pool(views(self.layout, memory), shape.num_pages, rng)
         self.content = Content(self.layout, MAX_TOKENS)
+        self.begun_again: set[str] = set()
         self._ranks = {rank.rank: self._open(rank.rank, memory[rank.rank], options) for rank in layout.ranks}
         metadata_by_rank = [self._engine_metadata(number, rank) for number, rank in self._ranks.items()]
         self.key = new_key()
-        engine_metadata = make_engine_metadata(self.layout, self.key, {"model": shape.model}, metadata_by_rank, LEASE_S)
+        self.rendezvous, self.early_fields = Rendezvous(self.key), choose_early_fields(layout, rng)
+        engine_metadata = make_engine_metadata(
+            self.layout, self.key, {"model": shape.model}, metadata_by_rank, LEASE_S, early_fields=self.early_fields
+        )
         for rank in self._ranks.values():
             rank.endpoint.introduce(engine_metadata, self.layout)
             rank.endpoint.start()
-        self.listener = HandshakeServer(Address("127.0.0.1", port or free_ports(1)), engine_metadata)
+        address = Address("127.0.0.1", port or free_ports(1))
+        self.listener = HandshakeServer(address, engine_metadata, rendezvous=self.rendezvous)
         self.remote = RemoteEngine(shape.name, engine_metadata.instance_id, self.listener.address)
 
     def _open(self, number: int, memory: dict[str, np.ndarray], options: EndpointOptions) -> _Rank:
         transport = NixlTransport(f"{self.shape.name}-{number}")
         table, staging = LeaseTable(LEASE_SLOTS), np.zeros(STAGING_BYTES, np.uint8)
         buffer = Staging(int(staging.ctypes.data), staging.nbytes)
-        observer = RankObserver(number, HostMemory(), self._watched)
+        observer = SoakObserver(number, self._watched, self.begun_again)
         endpoint = Endpoint(number, transport, HostMemory(), options, table=table, staging=buffer, observer=observer)
         areas = [MemoryRegion(int(content.ctypes.data), content.nbytes) for content in memory.values()]
         transport.register(
@@ -126,12 +156,23 @@ class Engine:
     def _engine_metadata(number: int, rank: _Rank) -> RankMetadata:
         table, mailbox = rank.table, rank.observer.mailbox
         return RankMetadata(
-            number, rank.transport.metadata(), table.region.address, len(table), mailbox.region.address, len(mailbox)
-        )
+            number, rank.transport.metadata(), table.region.address, len(table), mailbox.region.address, len(mailbox),
+            table.progress_address,
+        )  # fmt: skip
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._ranks)
+
+    @property
+    def endpoints(self) -> Mapping[int, Endpoint]:
+        return {number: rank.endpoint for number, rank in self._ranks.items()}
+
+    def tell_readers(self) -> None:
+        """Have the listener answer, if what it says of prefills has changed."""
+        if self.rendezvous.has_changed:
+            self.rendezvous.has_changed = False
+            self.listener.wake()
 
     def submit(self, order: Command) -> None:
         """The same order for every rank."""

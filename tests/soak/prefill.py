@@ -25,7 +25,9 @@ class TableForm(msgspec.Struct, frozen=True):
 
 
 class Params(msgspec.Struct, frozen=True):
-    """What a router carries from a prefill engine to a decode engine."""
+    """What a router carries from a prefill engine to a decode engine. `transfer`, `details`: of a prefill that is followed; then its
+    listener has said all of this.
+    """
 
     remote: RemoteEngine
     lease: RemoteLease
@@ -33,15 +35,22 @@ class Params(msgspec.Struct, frozen=True):
     num_tokens: int
     seed: int
     code: str
+    transfer: str = ""
+    details: bytes = b""
 
     @property
     def seal(self) -> Seal:
         """What its source said of lease and tables."""
-        return Seal(b"", bytes.fromhex(self.code))
+        return Seal(self.details, bytes.fromhex(self.code))
 
     @property
     def src_tables(self) -> dict[str, PageTable]:
         return {name: PageTable(form.pages, form.num_tokens, form.first_page) for name, form in self.tables.items()}
+
+
+def table_forms(tables: Mapping[str, PageTable]) -> dict[str, TableForm]:
+    """As a router carries them."""
+    return {name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()}
 
 
 def seal_params(engine: Engine, lease: RemoteLease, tables: Mapping[str, PageTable]) -> str:
@@ -77,23 +86,38 @@ class Prefills:
     def begin(self, request: str, num_tokens: int, seed: int, ttl_s: float, is_revoked: bool = False) -> Params | None:
         """Compute the cache and offer it; None while there are too few pages, or when it is revoked at once."""
         engine = self._engine
+        taken = self.take(request, num_tokens)
+        if taken is None:
+            return None
+        tables, lease = taken
+        engine.content.write(engine.memory, tables, kept_tokens(engine.layout, num_tokens), seed, num_tokens)
+        if is_revoked:
+            self.revoke(lease, tables)
+            return None
+        self.publish(lease, tables, ttl_s)
+        code = seal_params(engine, lease, tables)
+        return Params(engine.remote, lease, table_forms(tables), num_tokens, seed, code)
+
+    def take(self, request: str, num_tokens: int) -> tuple[dict[str, PageTable], RemoteLease] | None:
+        """Pages and a lease; None while there are too few."""
+        engine = self._engine
         tables = allocate(engine.layout, engine.pool, num_tokens) if self._slots else None
         if tables is None:
             return None
         lease = RemoteLease(request, self._slots.popleft(), engine.rng.getrandbits(63) | 1)
         engine.submit(Acquire(request, lease.slot, lease.word))
-        engine.content.write(engine.memory, tables, kept_tokens(engine.layout, num_tokens), seed, num_tokens)
-        if is_revoked:
-            engine.submit(Revoke(request, lease.slot, lease.word))
-            engine.pool.give(all_pages(tables))
-            self._slots.append(lease.slot)
-            return None
-        engine.submit(Publish(request, ttl_s, tables))
-        self._live[request] = _Prefill(tables, lease.slot)
-        forms = {
-            name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()
-        }
-        return Params(engine.remote, lease, forms, num_tokens, seed, seal_params(engine, lease, tables))
+        return tables, lease
+
+    def revoke(self, lease: RemoteLease, tables: Mapping[str, PageTable]) -> None:
+        """Take the pages of an unpublished request back, and use them for something else at once."""
+        self._engine.submit(Revoke(lease.request, lease.slot, lease.word))
+        self._engine.pool.give(all_pages(tables))
+        self._slots.append(lease.slot)
+
+    def publish(self, lease: RemoteLease, tables: Mapping[str, PageTable], ttl_s: float) -> None:
+        """Keep the pages until they have been read, or nobody has wanted them for `ttl_s`."""
+        self._engine.submit(Publish(lease.request, ttl_s, tables))
+        self._live[lease.request] = _Prefill(tables, lease.slot)
 
     def collect(self, results: Mapping[int, Results]) -> list[str]:
         """Requests whose pages are free again: every rank has said so."""

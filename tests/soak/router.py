@@ -1,7 +1,8 @@
 """Who sends requests through the engines, and what becomes of each?
 
 Keeps some requests on their way to every decode engine: a prefill engine of its model computes and offers, then the decode engine
-loads, all of it or behind a prefix. Some clients go away on the way. A request ends exactly once, or is lost.
+loads, all of it or behind a prefix. An early request goes to both engines at once, and is loaded while it is computed. Some clients go away on
+the way. A request ends exactly once, or is lost.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.soak.decode import Ended
+from tests.soak.early import PREFILL_S, REASONS, EarlyOrder
+from tests.soak.follow import FollowOrder
 from tests.soak.members import Member
 from tests.soak.prefill import Params
 from tests.soak.shapes import MAX_TOKENS, sources_of
 from tests.soak.tally import Tally
 
 from kvreshard.session.commands import EndpointOptions
+from kvreshard.session.handshake_messages import Address
 
 OPTIONS = EndpointOptions(
     handshake_timeout_s=2.0,
@@ -30,11 +34,16 @@ OPTIONS = EndpointOptions(
 # A failed request has both bounds behind it; the rest is what a busy machine of two cores may be late.
 SLACK_S = 3.0
 BOUND_S = OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + SLACK_S
+# An early load waits for its prefill.
+EARLY_BOUND_S = PREFILL_S + BOUND_S
 PER_READER = 4
+EARLY_SHARE = 1 / 3
+# Most requests have fewer.
+USUAL_TOKENS = 200
 LEASE_S = 3.0
 NO_ROOM_S = 0.2
 # What only a fault of the source, of the reader or of what lies between may bring about.
-HARMED = {"transfer", "timeout", "handshake"}
+HARMED = {"transfer", "timeout", "handshake", "unheard"}
 # The way to the prefill engine, back, and to the decode engine: no work of ours, but processes must get their turn.
 ROUTE_S = 20.0
 
@@ -52,6 +61,12 @@ class Flight:
     prefix: int
     ordered_s: float | None = None
     abort_s: float | None = None
+    is_early: bool = False
+
+    @property
+    def bound_s(self) -> float:
+        """How long it may take from the order to load."""
+        return EARLY_BOUND_S if self.is_early else BOUND_S
 
 
 @dataclass
@@ -75,18 +90,43 @@ class Router:
             sources = [self.members[shape.name] for shape in sources_of(reader.shape)]
             sources = [source for source in sources if source.is_born and source.has_room_s <= now_s]
             if sources:
-                self._launch(self.rng.choice(sources), reader, now_s)
+                launch = self._launch_early if self.rng.random() < EARLY_SHARE else self._launch
+                launch(self.rng.choice(sources), reader, now_s)
 
     def _launch(self, source: Member, reader: Member, now_s: float) -> None:
-        rng, self.tally.started = self.rng, self.tally.started + 1
+        rng = self.rng
         fate = rng.choices(("whole", "prefix", "aborted", "released", "revoked", "short"), (45, 20, 13, 4, 4, 14))[0]
-        num_tokens = rng.randrange(1, MAX_TOKENS) if rng.random() < 0.15 else rng.randrange(1, 200)
+        flight, num_tokens, ttl_s = self._begin(source, reader, now_s, fate)
+        source.say("prefill", flight.name, num_tokens, rng.getrandbits(32), ttl_s, fate == "revoked")
+
+    def _launch_early(self, source: Member, reader: Member, now_s: float) -> None:
+        rng = self.rng
+        fate = rng.choices(("whole", "prefix", "aborted", "given up", "short"), (45, 20, 13, 10, 12))[0]
+        flight, num_tokens, ttl_s = self._begin(source, reader, now_s, fate, 2 * USUAL_TOKENS)
+        name, transfer, seed = flight.name, f"x-{flight.name}", rng.getrandbits(32)
+        flight.is_early, flight.ordered_s = True, now_s
+        num_preempts = rng.choices((0, 1, 2, 3), (55, 25, 12, 8))[0]
+        compute = EarlyOrder(name, transfer, num_tokens, seed, ttl_s, num_preempts, fate == "given up")
+        address = Address("127.0.0.1", source.port)
+        follow = FollowOrder(name, transfer, address, num_tokens, seed, flight.prefix, rng.random() < 0.8)
+        for member, *words in rng.sample([(source, "compute", compute), (reader, "follow", follow)], 2):
+            member.say(*words)
+        if fate == "aborted":
+            flight.abort_s = now_s + rng.choice((0.0, 0.002, 0.02, 0.1))
+
+    def _begin(
+        self, source: Member, reader: Member, now_s: float, fate: str, usual_tokens: int = USUAL_TOKENS
+    ) -> tuple[Flight, int, float]:
+        """A new request, its tokens and how long it is kept."""
+        rng, self.tally.started = self.rng, self.tally.started + 1
+        num_tokens = rng.randrange(1, MAX_TOKENS) if rng.random() < 0.15 else rng.randrange(1, usual_tokens)
         ttl_s = rng.uniform(0.001, 0.040) if fate == "short" else LEASE_S
         self._last_number += 1
         name = f"r{self._last_number}"
         prefix = rng.randrange(num_tokens) if fate == "prefix" else 0
-        self.flights[name] = Flight(name, source, reader, (source.life, reader.life), now_s, fate, prefix)
-        source.say("prefill", name, num_tokens, rng.getrandbits(32), ttl_s, fate == "revoked")
+        flight = Flight(name, source, reader, (source.life, reader.life), now_s, fate, prefix)
+        self.flights[name] = flight
+        return flight, num_tokens, ttl_s
 
     def hear(self, member: Member, word: str, *parts: Any) -> None:
         """What an engine says of a request."""
@@ -122,9 +162,13 @@ class Router:
             self.tally.complain(f"{member.shape.name}: request {ended.request} ended twice, or was never there")
             return
         now_s = time.monotonic()
-        own_s = ended.seconds - flight.reader.stopped_within(now_s - ended.seconds - SLACK_S, now_s)
+        waits_for = (flight.reader, flight.source) if flight.is_early else (flight.reader,)
+        since_s = now_s - ended.seconds - SLACK_S
+        own_s = ended.seconds - sum(member.stopped_within(since_s, now_s) for member in waits_for)
         pair = f"{flight.source.shape.name} -> {flight.reader.shape.name}"
-        self.tally.note_end(pair, ended, own_s, BOUND_S)
+        self.tally.note_end(pair, ended, own_s, flight.bound_s)
+        if ended.kind == "prefill" and not any(reason in ended.text for reason in REASONS):
+            self.tally.complain(f"{pair}: request {ended.request} ended as no prefill does: {ended.text}")
         if ended.kind in HARMED and not self._was_harmed(flight, now_s):
             self.tally.note_innocent(pair, ended)
 
@@ -158,7 +202,7 @@ class Router:
         """Requests that have not ended within every bound."""
         for flight in list(self.flights.values()):
             stopped_s = sum(m.stopped_within(flight.made_s, now_s) for m in (flight.source, flight.reader))
-            if now_s - flight.made_s - stopped_s > BOUND_S + ROUTE_S:
+            if now_s - flight.made_s - stopped_s > flight.bound_s + ROUTE_S:
                 self.tally.lost += 1
                 stage = "loading" if flight.ordered_s is not None else "being computed"
                 self.tally.complain(f"request {flight.name} ({flight.fate}) was lost while {stage}")

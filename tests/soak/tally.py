@@ -13,7 +13,7 @@ from tests.soak.decode import Ended
 # Ways to end that a fault may bring about. `reader died` and `source died`: with the process that had it.
 GOOD_ENDS = {
     "loaded", "cancelled", "released", "revoked", "stale lease", "handshake", "transfer", "timeout", "digest",
-    "reader died", "source died",
+    "prefill", "unheard", "reader died", "source died",
 }  # fmt: skip
 MAX_TOLD = 20
 # Measured over an hour: see docs/reliability.md. Of an engine that lives all the time.
@@ -31,6 +31,9 @@ class Tally:
     per_pair: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     leases: Counter[str] = field(default_factory=Counter)
+    # Of early loads: "served", "begun again" (and then served), "read early" (a part of it), "cancelled" and "failed".
+    early: Counter[str] = field(default_factory=Counter)
+    early_bytes: int = 0
     prefix_hits: int = 0
     compared_bytes: int = 0
     wrong_requests: int = 0
@@ -57,6 +60,8 @@ class Tally:
             self.prefix_hits += bool(ended.prefix)
         else:
             self.slowest_failure_s = max(self.slowest_failure_s, own_s)
+        if ended.is_early:
+            self._note_early(ended)
         if ended.num_wrong:
             self.wrong_requests += 1
             self.complain(f"{pair}: {ended.num_wrong} of {ended.num_compared} bytes wrong: {ended}")
@@ -64,6 +69,13 @@ class Tally:
             self.complain(
                 f"{pair}: request {ended.request} ended ({ended.kind}) after {own_s:.1f} s; bound {bound_s:g} s"
             )
+
+    def _note_early(self, ended: Ended) -> None:
+        is_served = ended.kind == "loaded"
+        self.early["served" if is_served else "cancelled" if ended.kind == "cancelled" else "failed"] += 1
+        self.early["begun again"] += is_served and ended.has_begun_again
+        self.early["read early"] += is_served and ended.early_bytes > 0
+        self.early_bytes += ended.early_bytes
 
     def note_innocent(self, pair: str, ended: Ended) -> None:
         """A load failed though neither its source nor its reader had been touched."""
@@ -91,6 +103,7 @@ class Tally:
         told = [
             f"{self.started} requests, {self.num_ended} ended: {_listed(self.ends)}",
             f"loaded {_listed(self.per_pair)}; {self.prefix_hits} behind a prefix; {self.compared_bytes / 1e9:.2f} GB compared",
+            f"early loads: {_listed(self.early)}; {self.early_bytes / 1e6:.1f} MB read while they were computed",
             f"faults: {_listed(self.faults)}; leases: {_listed(self.leases)}",
             f"slowest failure {self.slowest_failure_s:.1f} s, {self.quarantined} quarantined",
             f"{self.innocent} failed though source and reader were well",

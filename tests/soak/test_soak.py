@@ -30,8 +30,10 @@ def test_some_seconds_of_everything(run_seed: int, tmp_path: Path, monkeypatch: 
 
 
 def has_seen_everything(tally: Tally) -> bool:
-    """Every pair has loaded something, and something went wrong meanwhile."""
-    return tally.started > 100 and len(tally.per_pair) == 6 and sum(tally.faults.values()) > 2
+    """Every pair has loaded something, also early loads of each kind, and something went wrong meanwhile."""
+    early = tally.early["served"] > 20 and tally.early["read early"] > 10
+    early = early and tally.early["begun again"] > 3 and tally.early["failed"] > 3
+    return early and tally.started > 100 and len(tally.per_pair) == 6 and sum(tally.faults.values()) > 2
 
 
 def made(shape: Shape) -> tuple[Content, dict[int, dict[str, np.ndarray]], Pool]:
@@ -91,3 +93,18 @@ def test_what_must_not_be_is_told(kind: str, wrong: int, own_s: float, told: str
     assert len(tally.defects) == 1
     assert told in tally.defects[0]
     assert told in "\n".join(tally.lines())
+
+
+def test_early_loads_are_counted() -> None:
+    tally = Tally(1, 1.0)
+    for kind, begun_again, early_bytes in (
+        ("loaded", False, 0),
+        ("loaded", True, 7),
+        ("stale lease", True, 7),
+        ("cancelled", False, 0),
+    ):
+        ended = Ended("r1", kind, "", 1.0, 5, 0, 10, 0, False, True, begun_again, early_bytes)
+        tally.note_end("a -> b", ended, 1.0, 8.0)
+    assert tally.defects == []
+    assert tally.early == {"served": 2, "begun again": 1, "read early": 1, "failed": 1, "cancelled": 1}
+    assert "served 2" in "\n".join(tally.lines())

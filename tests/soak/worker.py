@@ -1,7 +1,7 @@
 """What does an engine's process do? It serves a router's words over a pipe until it is told to end, or is killed.
 
-Words come in and go out as tuples, the first part being what is meant. In: `prefill`, `load`, `abort`, `release`, `count`,
-`end`. Out: `born`, `offered`, `ended`, `counted`.
+Words come in and go out as tuples, the first part being what is meant. In: `prefill`, `load`, `compute`, `follow`, `abort`, `release`,
+`count`, `end`. Out: `born`, `offered`, `ended`, `counted`. `compute` and `follow` are the two sides of an early request, sent at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.soak.decode import Loads
+from tests.soak.early import EarlyPrefills
 from tests.soak.engine import Engine
+from tests.soak.follow import Follows
 from tests.soak.prefill import Prefills
 from tests.soak.shapes import SHAPES
 
@@ -39,6 +41,7 @@ def serve(pipe: Connection, name: str, options: EndpointOptions, seed: int, port
     except (EOFError, ConnectionError):  # the router has gone
         pass
     finally:
+        worker.close()
         engine.close()
     pipe.close()
 
@@ -47,6 +50,8 @@ class _Worker:
     def __init__(self, pipe: Connection, engine: Engine) -> None:
         self._pipe, self._engine = pipe, engine
         self._prefills, self._loads = Prefills(engine), Loads(engine)
+        self._early = EarlyPrefills(engine, self._prefills)
+        self._follows = Follows(engine, self._loads, lambda request: pipe.send(("offered", request, None)))
         self.is_over = False
 
     def turn(self) -> None:
@@ -56,9 +61,13 @@ class _Worker:
             rest_s = 0.0
             self._obey(*self._pipe.recv())
         results = self._engine.collect()
-        self._prefills.collect(results)
-        for ended in self._loads.collect(results):
+        self._early.turn(self._prefills.collect(results))
+        for ended in [*self._loads.collect(results), *self._follows.turn()]:
             self._pipe.send(("ended", ended))
+
+    def close(self) -> None:
+        """End all questions."""
+        self._follows.close()
 
     def _obey(self, word: str, *parts: Any) -> None:
         match word:
@@ -71,13 +80,22 @@ class _Worker:
                 if not self._loads.begin(request, params, prefix, is_watched):
                     self._loads.release(params)
                     self._pipe.send(("offered", request, None))
+            case "compute":
+                self._early.begin(*parts)
+            case "follow":
+                self._follows.begin(*parts)
             case "abort":
                 self._loads.abort(*parts)
+                for ended in self._follows.abort(*parts):
+                    self._pipe.send(("ended", ended))
             case "release":
                 self._loads.release(*parts)
             case "count":
-                live = len(self._prefills), len(self._loads), self._loads.num_quarantined
-                num_pages = self._prefills.num_pages + self._loads.num_pages
+                live = (
+                    len(self._prefills), len(self._early), len(self._loads), len(self._follows),
+                    self._loads.num_quarantined,
+                )  # fmt: skip
+                num_pages = self._prefills.num_pages + self._early.num_pages + self._loads.num_pages
                 self._pipe.send(("counted", self._engine.count(num_pages), live, dict(self._prefills.causes)))
             case "end":
                 self.is_over = True

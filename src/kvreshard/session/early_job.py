@@ -110,10 +110,14 @@ class _Cursors:
         ]
         return np.where(self._layer < told[:, 2], told[:, 1], told[:, 0])
 
-    def readable(self, progress: Mapping[int, Progress], tables: Mapping[str, PageTable]) -> Int64s:
-        """Up to which token each part can be read: what is final and has known pages, to an edge of pages or the end."""
-        listed = np.array([self._listed(found, tables) for found in self._sources], dtype=np.int64)
-        final = np.minimum(self.final(progress), listed[self._source] if len(listed) else 0)
+    def readable(self, progress: Mapping[int, Progress], life: _Life) -> Int64s:
+        """Up to which token each part can be read: what is final and has known pages, to an edge of pages or the end.
+
+        Everything is final once the prefill is complete. Then words may say nothing: the lease may have ended before they were read once.
+        """
+        listed = np.array([self._listed(found, life.tables) for found in self._sources], dtype=np.int64)
+        final = self.end if life.is_complete else self.final(progress)
+        final = np.minimum(final, listed[self._source] if len(listed) else 0)
         return np.where(final >= self.end, self.end, final - final % self._align)
 
     def _listed(self, groups: Iterable[str], tables: Mapping[str, PageTable]) -> int:
@@ -258,7 +262,7 @@ class EarlyJob(Job):
 
     def _next_round(self, cursors: _Cursors) -> list[tuple[int, int, int]]:
         """(part, first token, token behind the last) of what can be read next, of some megabytes."""
-        readable = cursors.readable(self._progress, self._life.tables)
+        readable = cursors.readable(self._progress, self._life)
         found, left_bytes = list[tuple[int, int, int]](), float(ROUND_BYTES)
         for number in np.flatnonzero(readable > cursors.read).tolist():
             part, start = cursors.parts[number], int(cursors.read[number])
@@ -368,6 +372,11 @@ class EarlyJob(Job):
         self.state = "following"
         self.observer.noted("begun again", "its prefill has lost its pages")
         while self._next_life is None:
+            if self._life.is_complete:  # then there is no other life, whatever the listener still shows
+                raise StaleLease(
+                    "the source no longer holds the lease of this request, whose prefill has ended: its pages may have been reused while they "
+                    "were read; compute the prompt again, or give leases more time"
+                )
             yield UNTIL_TOLD
         self._life, self._next_life = self._next_life, None
         self.load = replace(self.load, lease=self._life.lease)

@@ -135,7 +135,7 @@ class Endpoint:
             self._results.expect(command.request)
         elif isinstance(command, Acquire):
             # The parameters that name the word leave the engine at the end of this step.
-            self._own.book.write_early(command.slot, command.word)
+            self._own.book.write(command.slot, command.word)
         elif isinstance(command, Revoke):
             self.board.take_back(command.slot, command.word)
         self._commands.put(command)

@@ -2,7 +2,7 @@
 
 A one-sided read cannot be revoked, so the generation of a page belongs to the lease:
 
-1. `acquire`: while the request computes, its word is written into a slot of the rank's registered `LeaseTable`.
+1. `write`, `acquire`: while the request computes, its word stands in a slot of the rank's registered `LeaseTable`.
 2. `publish`: the request has finished. Its pages are kept until every reporter has reported, or the lease expires. Heartbeats renew it.
 3. The word is cleared before the pages are freed. A reader reads the word after its last data read; if it differs, the pages may have been
    reused.
@@ -101,7 +101,11 @@ class LeaseBook:
         return len(self._deadlines_s)
 
     def acquire(self, request: str, slot: int, word: int) -> None:
-        """Write a request's word, and clear the word of its former lease. Raises KvReshardError for a slot or word out of range."""
+        """Note the lease of a request, whose word is written already (`write`), and clear the word of its former lease.
+
+        The word is not written here: by now it may have been taken back, and its slot may have another. Raises KvReshardError for a slot or
+        word out of range.
+        """
         if not 0 <= slot < len(self._table) or not FREE < word < 2**64:
             raise KvReshardError(
                 f"request '{request}': lease slot {slot} of {len(self._table)} with word {word:#x}; a slot must be in the "
@@ -112,9 +116,8 @@ class LeaseBook:
         if former is not None and self._table[former.slot] == former.word:
             self._table[former.slot] = FREE
         self._leases[request] = _Lease(slot, word)
-        self._table[slot] = word
 
-    def write_early(self, slot: int, word: int) -> None:
+    def write(self, slot: int, word: int) -> None:
         """Write a word before its lease is acquired, on any thread: a reader may be faster than the owner of this book."""
         if 0 <= slot < len(self._table) and FREE < word < 2**64:
             self._table[slot] = word

@@ -22,7 +22,7 @@ from kvreshard.session.commands import (
     Revoke,
     StopRenewing,
 )
-from kvreshard.session.lease import FREE
+from kvreshard.session.lease import FREE, LeaseTable
 from kvreshard.session.local_leases import CATCH_UP_S
 
 
@@ -198,3 +198,22 @@ def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeyp
             with pytest.raises(RuntimeError, match="a surprise"):
                 endpoint.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_a_word_that_was_taken_back_is_not_written_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's thread may get its turn only after the pages were given to somebody else. Their word is left alone as well."""
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Acquire("r", SLOT, WORD))
+        endpoint.submit(Revoke("r", SLOT, WORD))
+        endpoint.submit(Acquire("s", SLOT, WORD + 2))
+    written: list[int] = []
+    write = LeaseTable.__setitem__
+
+    def note(table: LeaseTable, slot: int, word: int) -> None:
+        write(table, slot, word)
+        written.append(table[slot])
+
+    monkeypatch.setattr(LeaseTable, "__setitem__", note)
+    world.src.turn(1)
+    assert world.words() == {WORD + 2}
+    assert set(written) <= {WORD + 2}

@@ -18,8 +18,14 @@ def table() -> LeaseTable:
 @pytest.fixture
 def book(table: LeaseTable) -> LeaseBook:
     book = LeaseBook(table)
-    book.acquire("r", 3, WORD)
+    acquire(book, "r", 3, WORD)
     return book
+
+
+def acquire(book: LeaseBook, request: str, slot: int, word: int) -> None:
+    """As an engine does, on two threads."""
+    book.write(slot, word)
+    book.acquire(request, slot, word)
 
 
 def report(
@@ -129,15 +135,15 @@ def test_the_table_lies_in_memory_that_can_be_registered(table: LeaseTable) -> N
 
 def test_a_request_that_acquires_again_leaves_no_word_behind(table: LeaseTable, book: LeaseBook) -> None:
     """A reader of its first life would find it, and take the pages for its own, whoever has them now."""
-    book.acquire("r", 4, WORD + 1)
+    acquire(book, "r", 4, WORD + 1)
     assert (table[3], table[4]) == (FREE, WORD + 1)
-    book.acquire("r", 4, WORD + 2)
+    acquire(book, "r", 4, WORD + 2)
     assert table[4] == WORD + 2
 
 
 def test_the_word_of_another_that_has_the_slot_by_now_stays(table: LeaseTable, book: LeaseBook) -> None:
-    book.acquire("s", 3, WORD + 1)
-    book.acquire("r", 4, WORD + 2)
+    acquire(book, "s", 3, WORD + 1)
+    acquire(book, "r", 4, WORD + 2)
     assert (table[3], table[4]) == (WORD + 1, WORD + 2)
 
 
@@ -170,7 +176,7 @@ def test_a_turn_looks_at_no_lease_whose_time_has_not_come(table: LeaseTable, cou
     book = LeaseBook(table)
     book._leases = counted = CountedLeases()
     for number in range(count):
-        book.acquire(f"r{number}", number, WORD + number)
+        acquire(book, f"r{number}", number, WORD + number)
         book.publish(f"r{number}", 30.0, now_s=float(number) / 100)
     counted.num_looks = 0
     for turn in range(100):
@@ -189,11 +195,11 @@ def test_a_turn_looks_at_no_lease_whose_time_has_not_come(table: LeaseTable, cou
 def test_what_has_ended_is_not_kept_for_its_time(table: LeaseTable) -> None:
     book = LeaseBook(table)
     for number in range(1000):
-        book.acquire(f"r{number}", 0, WORD)
+        acquire(book, f"r{number}", 0, WORD)
         book.publish(f"r{number}", 86_400.0, now_s=0.0)
         book.report(report(0, (0,), name=f"r{number}"))
     assert not book._deadlines_s
-    book.acquire("last", 0, WORD)
+    acquire(book, "last", 0, WORD)
     book.publish("last", 10.0, 0.0)
     book.expire(10.0)
     assert book.num_published == 0
