@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -59,7 +60,7 @@ class Follower:
         self._sources: dict[Address, _Source] = {}
         self._of_name: dict[str, Address] = {}
         self._replies: queue.SimpleQueue[tuple[Address, Future[bytes]]] = queue.SimpleQueue()
-        self._client = HandshakeClient()
+        self._client, self._name = HandshakeClient(), secrets.token_hex(16)
 
     def __len__(self) -> int:
         return len(self._of_name)
@@ -119,7 +120,7 @@ class Follower:
             for name, known in source.asked:
                 del source.wanted[name]
                 source.wanted[name] = known
-        message = transfers_request(self._engine, self._rank, [known for _, known in source.asked])
+        message = transfers_request(self._engine, self._rank, [known for _, known in source.asked], self._name)
         reply = source.reply = self._client.ask(address, message, QUESTION_S, MAX_STATEMENT_BYTES, self._keys)
 
         def answered(reply: Future[bytes]) -> None:

@@ -51,7 +51,7 @@ class Known(msgspec.Struct, frozen=True):
 
 class HandshakeMessage(msgspec.Struct, frozen=True):
     """`ask`: for the engine metadata, for `transfers` (`session.statement`), or the outcome of comparing the metadata (`text`: the route in a
-    sentence, or why there is none).
+    sentence, or why there is none; of a question for transfers, who asks).
     """
 
     form: str
@@ -112,9 +112,9 @@ def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
     return _encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
 
 
-def transfers_request(engine: str, rank: int, transfers: Sequence[Known]) -> bytes:
-    """The bytes of a question for transfers."""
-    return _encode(HandshakeMessage(FORM, VERSION, "transfers", engine, rank, transfers=tuple(transfers)))
+def transfers_request(engine: str, rank: int, transfers: Sequence[Known], asker: str) -> bytes:
+    """The bytes of a question for transfers. It replaces the one that `asker`, a name that nobody guesses, has asked before."""
+    return _encode(HandshakeMessage(FORM, VERSION, "transfers", engine, rank, asker, transfers=tuple(transfers)))
 
 
 def _encode(message: HandshakeMessage) -> bytes:

@@ -20,7 +20,7 @@ import math
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +117,8 @@ class HandshakeServer:
     ) -> None:
         self.hand_out(engine_metadata)
         self.address, self._on_outcome, self._rendezvous = address, on_outcome, rendezvous
-        self._held: deque[_Held] = deque()
+        # By who asks, the oldest first.
+        self._held: OrderedDict[str, _Held] = OrderedDict()
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
             end.setblocking(False)
@@ -204,12 +205,13 @@ class HandshakeServer:
             return 0
         message = read_message(payload)
         if not isinstance(message, str) and message.ask == "transfers" and self._rendezvous is not None:
-            transfers = message.transfers or ()
+            transfers, asker = message.transfers or (), f"{message.engine} {message.text}"
+            self._held.pop(asker, None)
             found = self._rendezvous.answer(transfers, is_last=False)
             if found is None:
-                if len(self._held) >= MAX_HELD:  # the oldest may be of a reader that has asked again, or is gone
-                    self._answer_one(self._held.popleft(), math.inf)
-                self._held.append(_Held(envelope[0], transfers, now_s + HOLD_S))
+                if len(self._held) >= MAX_HELD:
+                    self._answer_one(self._held.popitem(last=False)[1], math.inf)
+                self._held[asker] = _Held(envelope[0], transfers, now_s + HOLD_S)
                 return 0
             return self._send(envelope[0], [zmq.Frame(found, copy=True)])
         return self._send(envelope[0], self._reply(message, payload))
@@ -219,12 +221,11 @@ class HandshakeServer:
         if is_woken:
             with contextlib.suppress(OSError):
                 self._woken.recv(4096)
-        for _ in range(len(self._held) if is_woken else 0):
-            held = self._held.popleft()
-            if not self._answer_one(held, now_s):
-                self._held.append(held)
-        while self._held and now_s >= self._held[0].until_s:
-            self._answer_one(self._held.popleft(), math.inf)
+        for asker, held in list(self._held.items()) if is_woken else ():
+            if self._answer_one(held, now_s):
+                del self._held[asker]
+        while self._held and now_s >= next(iter(self._held.values())).until_s:
+            self._answer_one(self._held.popitem(last=False)[1], math.inf)
 
     def _answer_one(self, held: _Held, now_s: float) -> bool:
         found = self._rendezvous and self._rendezvous.answer(held.transfers, is_last=now_s >= held.until_s)
