@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -107,6 +108,17 @@ class PacedPair:
         output = self.decode.wait(self.decode.submit(prompt, NUM_SAID, {"remote_block_ids": None, **wanted}, name))
         self.prefill.wait(first)
         return self._ended(began_s, output)
+
+    def sleep(self) -> None:
+        """Take no processor time: threads of NIXL's spin in the in-tree connector's engines."""
+        for engine in (self.prefill, self.decode):
+            engine.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Go on."""
+        for engine in (self.prefill, self.decode):
+            engine.signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
 
     def learn(self, prompt: Sequence[int]) -> None:
         """Where the prefill engine is, by a request of its own."""
