@@ -28,6 +28,7 @@ MIN_SPEED = 0.95
 MAX_STAGED_RATIO = 1.1
 MAX_DIRECT_RATIO = 2.2
 MAX_ABOVE_BOUND = 0.03
+MAX_FOLLOWED_S = 0.01 * 0.050
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,11 @@ def staging(is_staged: bool, interval: tuple[float, float]) -> tuple[Bar, ...]:
 def exposed(share: float, bound: float) -> tuple[Bar, ...]:
     """`share`: exposed time over the sequential one; `bound`: the least that it can be."""
     return (Bar("exposed time within 3 points of the bound", share <= bound + MAX_ABOVE_BOUND),)
+
+
+def followed(step_s: float) -> tuple[Bar, ...]:
+    """`step_s`: processor seconds per step for the progress of 64 requests."""
+    return (Bar("progress of 64 requests below 1 % of a step of 50 ms", step_s < MAX_FOLLOWED_S),)
 
 
 def early_first_token(interval: tuple[float, float], least: float, beside: str) -> tuple[Bar, ...]:

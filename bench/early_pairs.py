@@ -32,14 +32,14 @@ SETTLE_S = 0.2
 class Passage:
     """One request. Seconds: from the client's send to the first token, to the last computed token, and from there to the loaded cache.
 
-    `events`: what happened when, in seconds from the send: (event, seconds).
+    `events`: what happened when, in seconds from the send (`paced`).
     """
 
     first_token_s: float
     prefill_s: float
     exposed_s: float
     output: Output
-    events: Sequence[tuple[str, float]]
+    events: Sequence[dict[str, Any]]
 
 
 class Paces:
@@ -59,10 +59,14 @@ class Paces:
         """From the next step on."""
         pace.write(self._pace)
 
-    def since(self, began_s: float) -> list[tuple[str, float]]:
-        """What has happened since a time of the monotonic clock."""
+    def since(self, began_s: float) -> list[dict[str, Any]]:
+        """What has happened since a time of the monotonic clock, in seconds from it."""
         found = [json.loads(line) for line in self._events.read_text().splitlines()]
-        return [(one["event"], one["at_s"] - began_s) for one in found if one["at_s"] >= began_s]
+        return [
+            {name: value - began_s if name.endswith("_s") else value for name, value in one.items()}
+            for one in found
+            if one["at_s"] >= began_s
+        ]
 
 
 class PacedPair:
@@ -131,7 +135,8 @@ class PacedPair:
         time.sleep(SETTLE_S)
         events = self._paces.since(began_s)
         computed, loaded = (
-            max((at_s for one, at_s in events if one == event), default=0.0) for event in ("computed", "loaded")
+            max((one["at_s"] for one in events if one["event"] == event), default=0.0)
+            for event in ("computed", "loaded")
         )
         return Passage(output.first_token_s - began_s, computed, loaded - computed, output, events)
 

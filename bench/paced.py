@@ -8,7 +8,8 @@ Over shared memory a cache of megabytes takes milliseconds, and a tiny model's p
    take no time.
 
 The paces are in a file, `Pace`, that every process reads anew for each step and transfer. Workers append what happened, with the time, to
-the file of events: `computed` (a step with prefills has ended), `loaded` (a request's load is reported).
+the file of events: `computed` (a step with prefills has ended), `moving` (bytes are on the link until they have passed), `loaded` (a request's
+load is reported).
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class _Link:
             return str(self._inner["transfer"](agent, handle, *more, **named))
         self._free_s = max(self._free_s, time.monotonic()) + num_bytes / rate
         self._ends_s[id(handle)] = self._free_s
+        note("moving", until_s=self._free_s, num_bytes=num_bytes)
         return "PROC"
 
     def check_xfer_state(self, agent: Any, handle: Any) -> str:

@@ -18,6 +18,7 @@ TITLES = {
     "e": "Growth",
     "f": "First token of two real engines",
     "g": "Real engines under load: so many requests at a time",
+    "n": "Early reads: exposed time and first token, compute and link paced",
     "m": "Direct or staged: the way taken beside the other",
 }
 MAX_NAMED = 3

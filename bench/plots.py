@@ -3,6 +3,7 @@
 - `ratios.png`: transfers and first tokens beside in-tree's, with their intervals.
 - `growth.png`: cost against tokens, against the size of the pool, and of an event against what waits beside it.
 - `ways.png`: the ways that were taken against the others.
+- `early.png`: compute and transfer of one request, sequential and early (`draw_early`, of `early_timeline.json`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def main() -> None:
     draw_ratios([r for r in results if r["interval"] is not None and r["row"][0] in "cf"])
     draw_growth([r["details"] for r in results if r["row"][0] == "e" and r["details"]])
     draw_ways([r for r in results if r["row"][0] == "m" and r["ours"] is not None])
+    if (HERE / "early_timeline.json").exists():
+        draw_early(json.loads((HERE / "early_timeline.json").read_text()))
 
 
 def draw_ratios(results: list[dict[str, Any]]) -> None:
@@ -78,6 +81,32 @@ def draw_growth(curves: list[dict[str, Any]]) -> None:
     for axes in (tokens, pools, events):
         axes.grid(alpha=0.3)
     figure.savefig(IMAGES / "growth.png", dpi=110)
+    plt.close(figure)
+
+
+def draw_early(ways: dict[str, list[dict[str, Any]]]) -> None:
+    """One strip per way: what is computed above, what is on the link below, until the first token."""
+    figure, axes = plt.subplots(figsize=(10, 0.9 + 1.1 * len(ways)), layout="constrained")
+    names = []
+    for line, (name, events) in enumerate(reversed(ways.items())):
+        ends_s = [one["at_s"] for one in events if one["event"] == "computed"]
+        begins_s = [0.0, *ends_s[:-1]]
+        axes.broken_barh(
+            [(low, high - low) for low, high in zip(begins_s, ends_s, strict=True)],
+            (line + 0.1, 0.3), facecolor="#4a6fa5", edgecolor="white",
+        )  # fmt: skip
+        moving = [(one["at_s"], one["until_s"]) for one in events if one["event"] == "moving"]
+        axes.broken_barh([(low, high - low) for low, high in moving], (line - 0.3, 0.3), facecolor="#c98a3c")
+        first_s = next(one["at_s"] for one in events if one["event"] == "first token")
+        axes.plot([first_s], [line + 0.05], "k|", markersize=34, markeredgewidth=2)
+        axes.text(first_s + 0.04, line, f"first token\n{first_s:.2f} s", fontsize=8, va="center")
+        names.append(name)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.5, len(names) - 0.4)
+    axes.set_xlim(0, 1.15 * max(one["at_s"] for events in ways.values() for one in events))
+    axes.set_xlabel("seconds from the client's send; blue: chunks computed, brown: bytes on the link")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(IMAGES / "early.png", dpi=110)
     plt.close(figure)
 
 

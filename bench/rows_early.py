@@ -12,20 +12,30 @@ and beside vLLM's push, which begins when the prefill has ended.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from tests.releases import INSTALLED
+from tests.vllm.schedulers import full, groups, producer, request
 
 from bench import bars
 from bench.compare import interval
 from bench.early_pairs import CACHE_BYTES, NUM_LAYERS, NUM_TOKENS, OURS, PUSHED, PacedPair, Paces, Passage, prompt
 from bench.paced import Pace
 from bench.results import Result, skipped
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.progress import Computed, ProgressBoard
 
 ROW = "n early reads"
+TIMELINE = Path(__file__).parent / "early_timeline.json"
 PREFILL_S = 3.0
+# Of each request in a step.
+NEW_BLOCKS = [SimpleNamespace(block_id=number) for number in range(4)]
 SHORT_SECONDS_PER_TOKEN = 0.002
 CHUNK, LAYER = "by chunk", "by layer"
 CASES = ((8, LAYER, 1.0), (8, CHUNK, 1.0))
@@ -40,6 +50,7 @@ def run(release: str, full: bool) -> Iterator[Result]:
     """Each number of chunks with engines of its own. With the installed release only: what is measured is our own way."""
     if release != INSTALLED:
         return
+    yield _followed(64)
     from tests.e2e.engine import EngineFailed
     from tests.e2e.engines import Nursery
 
@@ -64,6 +75,55 @@ def run(release: str, full: bool) -> Iterator[Result]:
                 )
 
 
+def _followed(num_requests: int) -> Result:
+    """What a step of a prefill engine costs more while so many requests may be followed, on a rank and in the scheduler, whoever reads."""
+    table, computed = LeaseTable(num_requests), [Computed(slot, slot + 1, 0, 192) for slot in range(num_requests)]
+    board = ProgressBoard(table)
+    for slot in range(num_requests):
+        table[slot] = slot + 1
+    rank_ms = 1e3 * _cpu_s(lambda: _step(board, computed))
+    side = producer(groups(full(16)), slots=num_requests)
+    held: dict[str, list[object]] = {}
+    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks=held)]))
+    asked = []
+    for number in range(num_requests):
+        params = {"do_remote_decode": True, "transfer_id": f"x{number}"}
+        one = request(f"p-{number}", list(range(4096)), kv_transfer_params=params, num_computed_tokens=0)
+        side.arrive(one)
+        list(side.schedule(one))
+        asked.append(one)
+        held[one.request_id] = []
+
+    def schedule() -> None:
+        for one in asked:
+            held[one.request_id].extend(NEW_BLOCKS)
+        list(side.early.step({one.request_id: 64 for one in asked}, manager))
+
+    schedule_ms = 1e3 * _cpu_s(schedule)
+    return Result(
+        ROW, f"{num_requests} requests followed, a step of {NUM_LAYERS} layers", rank_ms + schedule_ms, "ms CPU",
+        bars=bars.followed(1e-3 * (rank_ms + schedule_ms)),
+        details={"rank_ms": round(rank_ms, 4), "scheduler_ms": round(schedule_ms, 4)},
+    )  # fmt: skip
+
+
+def _step(board: ProgressBoard, computed: list[Computed]) -> None:
+    board.begin(computed)
+    for layer in range(NUM_LAYERS):
+        board.layer(layer + 1)
+    board.end()
+
+
+def _cpu_s(work: Callable[[], None], times: int = 200) -> float:
+    """Processor time of this thread for one call, after some."""
+    for _ in range(10):
+        work()
+    began_s = time.thread_time()
+    for _ in range(times):
+        work()
+    return (time.thread_time() - began_s) / times
+
+
 def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float, rounds: int) -> Iterator[Result]:
     paces.set(Pace(PREFILL_S / NUM_TOKENS, CACHE_BYTES * share / PREFILL_S, how == LAYER))
     after, beside = _take_turns(pair, rounds)
@@ -72,18 +132,19 @@ def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float,
     units = number * (NUM_LAYERS if how == LAYER else 1)
     bound = max(1 / units, 1 - measured * (units - 1) / units)
     exposed = [np.array([one.exposed_s for one in side]) for side in (beside, after)]
-    ratio, low, high = interval(exposed[0] / exposed[1])
+    ratio, low, high = interval(exposed[1] / exposed[0])
     name = f"{how}, {number} chunks, prefill {share:g} times the transfer"
     yield Result(
         ROW, name, float(np.median(exposed[0])), "s exposed", "sequential", float(np.median(exposed[1])), ratio, (low, high),
-        bars.exposed(ratio, bound),
+        bars.exposed(1 / ratio, bound),
+        note=f"exposed {100 / ratio:.1f} % of sequential; at least {100 * bound:.1f} %",
         details={
             "bound": round(bound, 4), "prefill_over_transfer": round(measured, 3), "pairs": rounds,
-            "events": {"sequential": _drawn(after[-1]), "early": _drawn(beside[-1])},
             **_first_tokens(after, beside), "load": round(os.getloadavg()[0], 1),
         },
     )  # fmt: skip
     if (number, how, share) == (8, LAYER, 1.0):
+        _keep_timeline({"sequential": after[-1], "early": beside[-1]})
         tokens = [np.array([one.first_token_s for one in side]) for side in (beside, after)]
         ratio, low, high = interval(tokens[1] / tokens[0])
         yield Result(
@@ -154,9 +215,10 @@ def _first_tokens(after: list[Passage], beside: list[Passage]) -> dict[str, obje
     }
 
 
-def _drawn(passage: Passage) -> dict[str, list[float]]:
-    """Times of a passage, for the picture."""
-    found: dict[str, list[float]] = {"first token": [round(passage.first_token_s, 3)]}
-    for event, at_s in passage.events:
-        found.setdefault(event, []).append(round(at_s, 3))
-    return found
+def _keep_timeline(passages: dict[str, Passage]) -> None:
+    """For the picture (`plots`)."""
+    drawn = {
+        name: [*passage.events, {"event": "first token", "at_s": passage.first_token_s}]
+        for name, passage in passages.items()
+    }
+    TIMELINE.write_text(json.dumps(drawn, default=float, indent=0))

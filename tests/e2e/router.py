@@ -4,15 +4,18 @@ What every disaggregating proxy of vLLM does, and nothing else:
 
 1. the prompt goes to the prefill engine with `do_remote_decode` and `max_tokens=1`;
 2. the `kv_transfer_params` of its answer go, as they are, with the same prompt to the decode engine.
+
+Or both get it at once, with one `transfer_id` (`route_early`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tests.e2e.engine import Output
+from tests.e2e.engine import Engine, Output
 
 # The fields that vLLM's own proxies send; engines fill them in.
 PREFILL_PARAMS: dict[str, Any] = {
@@ -64,3 +67,42 @@ def route(prefill: Answers, decode: Answers, prompts: Sequence[Sequence[int]], m
     )
     decoded = dict(zip(sent, answers, strict=True))
     return [Routed(prefill_ids[i], decode_ids[i], prefilled[i], decoded.get(i, failed)) for i in range(len(prompts))]
+
+
+def route_early(
+    prefill: Engine,
+    decode: Engine,
+    where: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = 8,
+    *,
+    is_decode_first: bool = False,
+) -> list[Routed]:
+    """All prompts at once to both engines, under one transfer id each. `where`: parameters of a former answer of the prefill engine."""
+    names = [f"early-{prefill.new_id()}" for _ in prompts]
+    ids = [(prefill.new_id(), decode.new_id()) for _ in prompts]
+    address = {name: where[name] for name in ("remote_host", "remote_port")}
+
+    def to_prefill() -> list[Future[Any]]:
+        return [
+            prefill.submit(prompt, 1, {**PREFILL_PARAMS, "transfer_id": name}, mine)
+            for prompt, name, (mine, _) in zip(prompts, names, ids, strict=True)
+        ]
+
+    def to_decode() -> list[Future[Any]]:
+        wanted = {"do_remote_prefill": True, "do_remote_decode": False, **address}
+        return [
+            decode.submit(prompt, max_tokens, {**wanted, "transfer_id": name}, mine)
+            for prompt, name, (_, mine) in zip(prompts, names, ids, strict=True)
+        ]
+
+    if is_decode_first:
+        decoding = to_decode()
+        prefilling = to_prefill()
+    else:
+        prefilling = to_prefill()
+        decoding = to_decode()
+    return [
+        Routed(*mine, prefill.wait(first), decode.wait(second))
+        for mine, first, second in zip(ids, prefilling, decoding, strict=True)
+    ]

@@ -26,7 +26,7 @@ from tests.e2e.engine import Engine, EngineFailed, Output
 from tests.e2e.engines import Nursery
 from tests.e2e.logical import Incomplete, Logical, first_difference, logical_cache
 from tests.e2e.prompts import ladder, prompt
-from tests.e2e.router import Routed, route
+from tests.e2e.router import Routed, route, route_early
 from tests.e2e.snapshots import Snapshot, read_compatibility, read_snapshots
 from tests.e2e.zoo import MODELS
 
@@ -72,7 +72,8 @@ def _kind(detail: str) -> str:
 class Bench:
     """A row's two engines and the ordinary ones."""
 
-    def __init__(self, nursery: Nursery, case: Case, connector: str) -> None:
+    def __init__(self, nursery: Nursery, case: Case, connector: str, *, is_early: bool = False) -> None:
+        self._is_early, self._num_routed = is_early, 0
         self.case, self.result = case, Measured(case.name, connector)
         self.dtype = MODELS[case.model].dtype
         self.judged_by_text = self.dtype == "float32"
@@ -109,12 +110,22 @@ class Bench:
         for tp, engine in self.ordinary.items():
             floor = compare(expected, engine.generate(texts, MAX_TOKENS)) if tp > 1 else None
             self.result.floor = max(self.result.floor, floor.logprob_gap if floor else 0.0)
-        routed = route(self.prefill, self.decode, texts, MAX_TOKENS)
+        routed = self._route(texts)
         answered = self._judge(expected, [answer.decode for answer in routed])
         for answer in routed:
             if answer.decode.tokens:
                 self._compare_with_prefill(answer)
         return answered
+
+    def _route(self, texts: Sequence[Sequence[int]]) -> list[Routed]:
+        """One after the other, or early: then either side hears of the texts first, in turns."""
+        if not self._is_early:
+            return route(self.prefill, self.decode, texts, MAX_TOKENS)
+        where = route(self.prefill, self.decode, [prompt(5, 0)], 1)[0].prefill.kv_transfer_params
+        assert where is not None
+        self._num_routed += 1
+        is_decode_first = self._num_routed % 2 == 0
+        return route_early(self.prefill, self.decode, where, texts, MAX_TOKENS, is_decode_first=is_decode_first)
 
     def _judge(self, expected: Sequence[Output], got: Sequence[Output]) -> bool:
         found: Difference = compare(expected, got)
@@ -159,7 +170,7 @@ class Bench:
 
     def _alone(self, text: list[int]) -> None:
         """One text with nothing beside it, against the pages of an ordinary engine of the prefill side's TP."""
-        loaded = self._compare_with_prefill(route(self.prefill, self.decode, [text], MAX_TOKENS)[0])
+        loaded = self._compare_with_prefill(self._route([text])[0])
         if loaded is None:
             return
         got, tokens, prefilled = loaded
@@ -181,10 +192,10 @@ class Bench:
             _forget(engine, name)
 
 
-def measure(nursery: Nursery, case: Case, connector: str) -> Measured:
+def measure(nursery: Nursery, case: Case, connector: str, *, is_early: bool = False) -> Measured:
     """Run one row with one connector. An engine that does not start is a refusal, with its message."""
     try:
-        bench = Bench(nursery, case, connector)
+        bench = Bench(nursery, case, connector, is_early=is_early)
     except EngineFailed as error:
         return Measured(case.name, connector, REFUSED, [str(error)])
     bench.run()

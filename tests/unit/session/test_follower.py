@@ -1,0 +1,144 @@
+"""Followers and listeners over real sockets: what is new comes at once, and a listener holds one question of each reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.ports import free_ports
+from tests.unit.session.world import KEY, make_world
+
+from kvreshard.session import follower as followers
+from kvreshard.session.follower import Follower
+from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_server import HandshakeServer
+from kvreshard.session.rendezvous import Rendezvous
+from kvreshard.session.statement import Answer, Statement
+
+Taken = list[tuple[str, Answer | HandshakeError]]
+
+
+@pytest.fixture
+def shown() -> Rendezvous:
+    return Rendezvous(KEY)
+
+
+@pytest.fixture
+def server(shown: Rendezvous) -> Iterator[HandshakeServer]:
+    world = make_world(1, 1)
+    made = HandshakeServer(Address("127.0.0.1", 0), world.src.engine_metadata(), rendezvous=shown)
+    yield made
+    made.close()
+    world.close()
+
+
+@pytest.fixture
+def follower() -> Iterator[Follower]:
+    made = Follower("decode", 0, None, lambda: None)
+    yield made
+    made.close()
+
+
+def until(follower: Follower, is_enough: Callable[[Taken], bool], seconds: float = 10.0) -> Taken:
+    """Turns of a follower until it has taken enough."""
+    taken: Taken = []
+    until_s = time.monotonic() + seconds
+    while not is_enough(taken):
+        assert time.monotonic() < until_s, taken
+        taken += follower.take()
+        follower.ask()
+        time.sleep(0.002)
+    return taken
+
+
+def begin(shown: Rendezvous, server: HandshakeServer, transfer: str, word: int = 77) -> None:
+    shown.hear(transfer, transfer)
+    shown.begin(transfer, transfer, Statement("prefill", "i", transfer, 1, word, 40, {}, False, b""))
+    server.wake()
+
+
+def test_what_is_new_is_told_at_once(shown: Rendezvous, server: HandshakeServer, follower: Follower) -> None:
+    follower.follow("r", server.address, Known("x", is_heard=True))
+    follower.ask()
+    time.sleep(0.1)
+    assert follower.take() == []
+    began_s = time.monotonic()
+    begin(shown, server, "x")
+    ((name, answer),) = until(follower, bool)
+    assert time.monotonic() - began_s < 2.0  # not only when the question has been held long enough
+    assert isinstance(answer, Answer)
+    assert (name, answer.state) == ("r", "found")
+    follower.follow("r", server.address, Known("x", 77))
+    follower.ask()
+    shown.end("x", "x", "aborted")
+    server.wake()
+    ((_, ended),) = until(follower, bool)
+    assert isinstance(ended, Answer)
+    assert (ended.state, ended.text) == ("ended", "aborted")
+    assert len(follower) == 0
+
+
+def test_one_question_is_held_of_each_reader(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "PAUSE_S", 0.0)
+    for number in range(60):
+        follower.follow(f"r{number}", server.address, Known(f"x{number}", is_heard=True))
+        follower.ask()
+        time.sleep(0.005)
+    until_s = time.monotonic() + 5.0
+    while len(server._held) != 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(server._held) == 1
+    for number in range(60):
+        begin(shown, server, f"x{number}")
+    taken = until(follower, lambda taken: len(taken) >= 60)
+    assert {name for name, _ in taken} == {f"r{number}" for number in range(60)}
+
+
+def test_more_than_one_question_has_room_for_take_turns(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followers, "MAX_TRANSFERS", 4)
+    for number in range(10):
+        begin(shown, server, f"x{number}")
+        follower.follow(f"r{number}", server.address, Known(f"x{number}"))
+    taken = until(follower, lambda taken: len(taken) >= 10)
+    assert sorted(name for name, _ in taken) == sorted(f"r{number}" for number in range(10))
+
+
+def test_a_name_that_was_given_to_another_transfer_gets_no_answer_about_the_former(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower
+) -> None:
+    begin(shown, server, "x")
+    follower.follow("r", server.address, Known("x"))
+    follower.ask()
+    time.sleep(0.2)  # the answer is there
+    follower.drop("r")
+    follower.follow("r", server.address, Known("y"))
+    shown.hear("y", "y")
+    server.wake()
+    ((_, answer),) = until(follower, bool)
+    assert answer == Answer("heard")
+
+
+def test_who_cannot_be_asked_is_an_error_for_all_that_wait() -> None:
+    follower = Follower("decode", 0, None, lambda: None)
+    address = Address("127.0.0.1", free_ports(1))
+    for name in ("a", "b"):
+        follower.follow(name, address, Known(name))
+    taken = until(follower, lambda taken: len(taken) >= 2)
+    follower.close()
+    assert all(isinstance(error, HandshakeError) and "nothing takes connections" in str(error) for _, error in taken)
+
+
+def test_an_engine_that_shows_nothing_says_so(follower: Follower) -> None:
+    world = make_world(1, 1)
+    server = HandshakeServer(Address("127.0.0.1", 0), world.src.engine_metadata())
+    follower.follow("r", server.address, Known("x"))
+    ((_, error),) = until(follower, bool)
+    server.close()
+    world.close()
+    assert isinstance(error, HandshakeError)
+    assert "does not show prefills" in str(error)
