@@ -156,8 +156,26 @@ PROOF, LEASE, TRANSFER = (
     "tests/unit/session/test_lease.py",
     "tests/unit/session/test_transfer.py",
 )
+EARLY, EARLY_AT_RANDOM = "tests/unit/session/test_early_reads.py", "tests/property/test_early.py"
 REQUEST, SESSION = "tests/unit/plan/test_request_refusals.py", "tests/unit/session/test_endpoint.py"
 LAYOUTS = "tests/unit/model/test_layout_refusals.py"
+
+
+def _any_lease(_: Any) -> Any:
+    def write(self: Any, slots: Any, _leases: Any, words: Any) -> None:
+        self._table.progress[slots] = words
+
+    return write
+
+
+def _one_layer_more(unpack: Any) -> Any:
+    def more(word: int) -> Any:
+        found = unpack(word)
+        return found._replace(num_layers=found.num_layers + 1)
+
+    return more
+
+
 BREAKS = (
     Break("proof: two sources write one cell", "plan.check:_cover_faults", overlooks("both write"), PROOF),
     Break("proof: a cell has no source", "plan.check:_cover_faults", overlooks("a hole"), PROOF),
@@ -173,6 +191,17 @@ BREAKS = (
     Break("lease: never runs out", "session.lease:LeaseBook.expire", returns(None), LEASE),
     Break("lease: a report may have any word", "session.lease:LeaseBook.report", _any_word, LEASE),
     Break("lease: ends with its first reporter", "session.lease:LeaseBook.report", _first_reporter, LEASE),
+    Break("early: a word is not cleared at once", "session.progress:ProgressBoard.take_back", returns(None), EARLY),
+    Break("early: progress of a lease that has gone", "session.progress:ProgressBoard._write", _any_lease, EARLY),
+    Break(
+        "early: what was read of a former life stays",
+        "session.early_job:_Cursors.forget",
+        returns(None),
+        EARLY_AT_RANDOM,
+    ),
+    Break("early: one layer too many is final", "session.progress:Progress.unpack", _one_layer_more, EARLY_AT_RANDOM),
+    Break("early: the lease word is not read at the end", "session.early_job:check_words", _no_word_read, EARLY),
+    Break("early: a statement is not checked", "session.statement:Statement.check", returns(None), EARLY),
     Break("settle: a load does not wait for its reads", "session.pull:settled", _nothing_awaited, TRANSFER),
     Break("settle: pages are freed while reads move", "session.job:Job.is_settled", is_always(True), SESSION),
     Break("quarantine: what does not settle is reused", "session.job:Failure", _not_quarantined, SESSION),

@@ -111,10 +111,12 @@ def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None
     """Everything was final and read; the lease word is gone when it is read."""
     followed.order()
     followed.compute()
-    followed.world.faults[-1] = Fault(delay_steps=6)
-    for _ in range(4):
-        followed.world.turn(1)
+    followed.world.faults[-1] = Fault(delay_steps=2)
+    (job,) = followed.world.dst.endpoints[0]._jobs
+    while job.state != "transferring":  # then its words are being read, and nothing else
+        followed.world.clock.now_s += 0.03
         followed.world.fabric.step(1)
+        followed.world.turn(1)
     followed.prefill.take_back()
     followed.world.faults[-1] = Fault()
     followed.go(6)
