@@ -113,7 +113,9 @@ def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None
     followed.compute()
     followed.world.faults[-1] = Fault(delay_steps=2)
     (job,) = followed.world.dst.endpoints[0]._jobs
-    while job.state != "transferring":  # then its words are being read, and nothing else
+    for _ in range(200):
+        if job.state == "transferring":  # its words are being read, and nothing else
+            break
         followed.world.clock.now_s += 0.03
         followed.world.fabric.step(1)
         followed.world.turn(1)
