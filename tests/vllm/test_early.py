@@ -1,0 +1,334 @@
+"""Both sides' schedulers where a router sends a request to both engines at once: what is loaded early, and what is computed here instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.unit.session.prefills import LocalFollower
+from tests.unit.session.world import Clock
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, producer, request, window
+from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.draw import MODELS
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.world import Weather, World
+from vllm.v1.request import RequestStatus
+
+from kvreshard.session.commands import Acquire, Cancel, Load, Renew, Revoke
+from kvreshard.session.progress import Computed
+from kvreshard.session.rendezvous import Rendezvous
+from kvreshard.vllm import idle
+from kvreshard.vllm.following import Following
+from kvreshard.vllm.idle import Idle, find_arrivals
+from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.sources import SourceHosts
+
+pytestmark = pytest.mark.vllm
+
+DECODE = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 5}
+PREFILL = {"do_remote_decode": True, "transfer_id": "x"}
+
+
+class Both:
+    """A prefill and a decode side that hear of one another without a network."""
+
+    def __init__(self, *specs: Any, **decode: Any) -> None:
+        self.shown, self.lost = Rendezvous(KEY), list[bool]()
+        self.source: Producer = producer(groups(*specs))
+        self.source.early._rendezvous = self.shown
+        self.clock = Clock()
+        follower = LocalFollower(self.shown, self.lost)
+        self.decode = Decode(*specs, **decode)
+        self.decode.side.following = Following("d", None, 30.0, self.clock, follower)
+        self.decode.side.waiting.max_early_blocks = 1000
+        self.held: dict[str, list[list[Any]]] = {}
+
+    def prefill(self, tokens: list[int] = TOKENS, name: str = "p-1", **more: Any) -> Any:
+        """A request arrives and is scheduled."""
+        asked = request(name, tokens, kv_transfer_params=dict(PREFILL), num_computed_tokens=0, **more)
+        self.source.arrive(asked)
+        (lease,) = self.source.schedule(asked)
+        assert isinstance(lease, Acquire)
+        return asked
+
+    def step(self, asked: Any, num_tokens: int, *ids: list[int]) -> list[Computed]:
+        """A step computes so many tokens, with these blocks of each group."""
+        held = [{asked.request_id: [SimpleNamespace(block_id=one) for one in of_group]} for of_group in ids]
+        managers = [SimpleNamespace(req_to_blocks=of_group) for of_group in held]
+        manager: Any = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+        found = list(self.source.early.step({asked.request_id: num_tokens}, manager))
+        asked.num_computed_tokens += num_tokens
+        return found
+
+    def arrive(self, tokens: list[int] = TOKENS, **more: Any) -> Any:
+        return self.decode.arrive(DECODE | more, tokens)
+
+    def hear(self) -> list[Any]:
+        return list(self.decode.side.hear())
+
+
+def test_a_load_begins_while_the_prompt_is_computed() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    assert both.decode.side.count_loadable(asked, 0) is None
+    assert both.hear() == []
+    source = both.prefill()
+    assert both.step(source, 100, [1, 2]) == [Computed(0, both.source._leases.find("p-1").word, 0, 100)]  # type: ignore[union-attr]
+    (renew,) = both.hear()
+    assert isinstance(renew, Renew)
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+    load = both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    assert (load.transfer_id, load.transfer.src_tables["g0"].pages.tolist()) == ("x", [1, 2])
+    assert load.transfer.intervals == {"g0": [(0, len(TOKENS) - 1)]}
+    assert both.decode.side.waiting.num_early == 1
+
+
+def test_one_that_waits_for_blocks_until_its_prefill_has_ended_is_loaded_like_any_other() -> None:
+    both = Both(full(64))
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    source.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    both.source.finish(source, [[1, 2, 3, 4, 5]])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+    load = both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    assert (load.transfer_id, load.transfer.src_tables["g0"].pages.tolist()) == ("", [1, 2, 3, 4, 5])
+
+
+def test_loads_that_begin_early_hold_a_share_of_the_blocks() -> None:
+    both = Both(full(64))
+    both.decode.side.waiting.max_early_blocks = 4
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 100, [1, 2])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) is None  # 5 blocks
+    assert both.decode.side.waiting.wait_for_prefills()
+    both.decode.side.waiting.max_early_blocks = 5
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+
+
+def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:
+    """Trap 2. Its readers hear of the other one."""
+    both = Both(full(64))
+    source = both.prefill()
+    both.step(source, 100, [1, 2])
+    first = both.source._leases.find("p-1")
+    assert first is not None
+    assert list(both.source.preempt(["p-1", "unknown"])) == [Revoke("p-1", first.slot, first.word)]
+    source.num_computed_tokens = 0
+    (second,) = both.source.schedule(source)
+    assert isinstance(second, Acquire)
+    assert second.word != first.word
+    assert both.step(source, 64, [7])[0].word == second.word
+
+
+def test_a_window_holds_back_only_itself() -> None:
+    """Trap 10: its pages go while the prompt is computed; those of the other group are listed as they come."""
+    both = Both(full(64), window(64))
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 128, [1, 2], [21, 22])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+    load = both.decode.load(asked, blocks([11, 12, 13, 14, 15], [0, 0, 0, 34, 35]), len(TOKENS) - 1)
+    assert load.transfer.src_tables.keys() == {"g0"}
+    (interval,) = load.transfer.intervals["g1"]
+    assert interval[1] == len(TOKENS) - 1
+
+
+def test_engines_that_wait_for_one_another_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap 5: early loads hold blocks and wait, as requests that wait for blocks do."""
+    monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
+    layers = MODELS[0].layers(16, 0)
+    for seed in range(4):
+        world = World({name: Shape(layers, blocks=16) for name in ("p", "d")}, base_config(), seed, Weather(early=1.0))
+        try:
+            world.run(20, ticks_between=4)
+            assert world.num_early > 0
+        finally:
+            world.close()
+
+
+def test_of_loads_that_stand_still_the_youngest_gives_its_blocks_back() -> None:
+    both = Both(full(64))
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 100, [1, 2])
+    both.hear()
+    both.decode.side.count_loadable(asked, 0)
+    both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    assert list(both.decode.side.give_up_longest()) == [Cancel("d-1")]
+
+
+def test_an_id_that_nobody_prefills_is_computed_here() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    both.clock.now_s += 29.0
+    assert both.hear() == []
+    assert both.decode.side.count_loadable(asked, 0) is None
+    both.clock.now_s += 2.0
+    assert both.hear() == []
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["unheard"])
+
+
+def test_one_that_waits_in_the_source_s_queue_waits_here() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    both.source.arrive(request("p-1", TOKENS, kv_transfer_params=dict(PREFILL)))
+    for _ in range(5):
+        both.clock.now_s += 29.0
+        assert both.hear() == []
+        assert both.decode.side.count_loadable(asked, 0) is None
+
+
+def test_two_prefills_of_one_id_are_computed_here() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    both.prefill()
+    both.source.arrive(request("p-2", TOKENS, kv_transfer_params=dict(PREFILL)))
+    both.hear()
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["prefill"])
+
+
+def test_a_listener_that_cannot_be_asked_is_asked_again_for_a_while() -> None:
+    both = Both(full(64))
+    both.lost[:] = [True] * 1000
+    asked = both.arrive()
+    for _ in range(3):
+        both.hear()
+        both.clock.now_s += 11.0
+        assert both.decode.side.count_loadable(asked, 0) is None
+    both.hear()
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["unheard"])
+
+
+def test_an_aborted_prefill_is_computed_here() -> None:
+    both = Both(full(64))
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 100, [1, 2])
+    both.hear()
+    source.status = RequestStatus.FINISHED_ABORTED
+    both.source.finish(source, [[1, 2]])
+    both.hear()
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["prefill"])
+
+
+def test_an_id_of_another_tenant_brings_what_both_prompts_share() -> None:
+    """Ids are no secret. What is read is decided by what the source seals, and by this engine's own prompt."""
+    both = Both(full(64))
+    mine = TOKENS[:96] + [7] * 204
+    asked, source = both.arrive(mine), both.prefill()
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == 96
+    other = Both(full(64))
+    asked, source = other.arrive([9] * 300), other.prefill()
+    other.step(source, 300, [1, 2, 3, 4, 5])
+    other.hear()
+    assert (other.decode.side.count_loadable(asked, 0), other.decode.fallbacks) == (0, ["prompt"])
+
+
+def test_another_salt_is_loaded_by_nobody() -> None:
+    both = Both(full(64))
+    asked = both.decode.arrive(dict(DECODE), TOKENS, cache_salt="mine")
+    source = both.prefill(cache_salt="theirs")
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_host": None},
+        {"remote_port": 0},
+        {"remote_port": 70000},
+        {"remote_port": "5"},
+        {"remote_host": "a;b"},
+        {"remote_host": 7},
+    ],
+)
+def test_an_address_that_is_none_is_computed_here(wrong: dict[str, Any]) -> None:
+    both = Both(full(64))
+    asked = both.arrive(**wrong)
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["params"])
+
+
+def test_a_host_that_is_not_allowed_is_not_asked() -> None:
+    both = Both(full(64), hosts=SourceHosts(["10.0.0.0/8"]))
+    asked = both.arrive()
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["host"])
+
+
+@pytest.mark.parametrize("transfer", ["", None, 7, ["x"]])
+def test_what_is_no_id_is_none(transfer: Any) -> None:
+    """Then the parameters are those of a sequential router, and here they lack its fields."""
+    both = Both(full(64))
+    asked = both.arrive(transfer_id=transfer)
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["params"])
+
+
+@pytest.mark.parametrize("transfer", ["x" * 5000, "a\nb", "\udc80", "ä" * 300])
+def test_odd_ids_meet(transfer: str) -> None:
+    both = Both(full(64))
+    asked = both.arrive(transfer_id=transfer)
+    source = request("p-1", TOKENS, kv_transfer_params=PREFILL | {"transfer_id": transfer}, num_computed_tokens=0)
+    both.source.arrive(source)
+    list(both.source.schedule(source))
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+
+
+def test_choices_share_a_prefill_and_what_is_known_of_it() -> None:
+    both = Both(full(64))
+    first = request("0_d", TOKENS, kv_transfer_params=dict(DECODE))
+    second = request("1_d", TOKENS, kv_transfer_params=dict(DECODE))
+    for asked in (first, second):
+        list(both.decode.side.arrive(asked, asked.kv_transfer_params))
+    source = both.prefill()
+    both.step(source, 100, [1, 2])
+    assert [type(command) for command in both.hear()] == [Renew, Renew]
+    for asked in (first, second):
+        assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+    (load,) = both.decode.side.allocate(first, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    assert isinstance(load, Load)
+    assert list(both.decode.side.ended("0_d")) == []  # the other one still wants it
+
+
+def test_an_idle_engine_rests_until_there_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(full(64))
+    both.arrive()
+    waited: list[float] = []
+    following = both.decode.side.following
+    assert following is not None
+    monkeypatch.setattr(following, "wait", lambda seconds: waited.append(seconds) or False)
+    resting = Idle(clock=iter(range(10**6)).__next__)
+    assert resting.wait(both.decode.side) == 0.0
+    assert both.decode.side.following is following
+    both.source.arrive(request("p-1", TOKENS, kv_transfer_params=dict(PREFILL)))
+    source = both.prefill(name="p-1")
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert resting.wait(both.decode.side) == idle.PATIENCE_S  # it waits for blocks now
+
+
+def test_arrivals_are_found_among_the_callers() -> None:
+    import queue
+
+    class Engine:
+        def __init__(self) -> None:
+            self.input_queue: queue.Queue[int] = queue.Queue()
+
+        def step(self) -> Any:
+            return find_arrivals()
+
+    assert find_arrivals() is None
+    engine = Engine()
+    has_arrivals = engine.step()
+    assert not has_arrivals()
+    engine.input_queue.put(1)
+    assert has_arrivals()
