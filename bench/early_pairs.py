@@ -17,7 +17,7 @@ from tests.e2e.engine import EngineSpec, Output
 from tests.e2e.engines import Nursery
 from tests.e2e.router import PREFILL_PARAMS
 
-from bench.paced import EVENT_FILE, PACE_FILE, Pace
+from bench.pace import EVENT_FILE, PACE_FILE, Pace
 
 NUM_TOKENS, NUM_LAYERS = 1536, 32
 # Keys and values of two heads, 64 numbers of 4 bytes.

@@ -14,48 +14,18 @@ load is reported).
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPushConnector
 
+from bench.pace import Pace, note
 from kvreshard.vllm.connector import ReshardConnector
 
-PACE_FILE, EVENT_FILE = "KVRESHARD_BENCH_PACE", "KVRESHARD_BENCH_EVENTS"
 SMALL_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Zero: as fast as it goes. `tells_layers`: progress is told by layer, not only by chunk."""
-
-    seconds_per_token: float = 0.0
-    link_bytes_per_s: float = 0.0
-    tells_layers: bool = True
-
-    def write(self, path: Path) -> None:
-        """Set the paces of all engines that read this file."""
-        path.with_suffix(".new").write_text(json.dumps(asdict(self)))
-        path.with_suffix(".new").replace(path)
-
-    @classmethod
-    def read(cls) -> Pace:
-        """As of now."""
-        return cls(**json.loads(Path(os.environ[PACE_FILE]).read_text()))
-
-
-def note(event: str, **details: object) -> None:
-    """Append an event. All processes of a machine share the monotonic clock."""
-    line = json.dumps({"event": event, "at_s": time.monotonic(), **details})
-    with open(os.environ[EVENT_FILE], "a") as file:
-        file.write(line + "\n")
 
 
 class _Link:

@@ -21,12 +21,11 @@ from types import SimpleNamespace
 
 import numpy as np
 from tests.releases import INSTALLED
-from tests.vllm.schedulers import full, groups, producer, request
 
 from bench import bars
 from bench.compare import interval
 from bench.early_pairs import CACHE_BYTES, NUM_LAYERS, NUM_TOKENS, OURS, PUSHED, PacedPair, Paces, Passage, prompt
-from bench.paced import Pace
+from bench.pace import Pace
 from bench.results import Result, skipped
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.progress import Computed, ProgressBoard
@@ -77,6 +76,8 @@ def run(release: str, full: bool) -> Iterator[Result]:
 
 def _followed(num_requests: int) -> Result:
     """What a step of a prefill engine costs more while so many requests may be followed, on a rank and in the scheduler, whoever reads."""
+    from tests.vllm.schedulers import full, groups, producer, request
+
     table, computed = LeaseTable(num_requests), [Computed(slot, slot + 1, 0, 192) for slot in range(num_requests)]
     board = ProgressBoard(table)
     for slot in range(num_requests):

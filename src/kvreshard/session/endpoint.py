@@ -393,7 +393,7 @@ class Endpoint:
 
     def _set_pace(self) -> None:
         """Have the transport poll faster while there are loads or leases, and after each lease that was published: its reader is coming."""
-        is_attentive = bool(self._jobs or self._own.book.num_published or self.board.is_computing)
+        is_attentive = bool(self._jobs.num_awaited or self._own.book.num_published or self.board.is_computing)
         if is_attentive != self._is_attentive or self._has_published:
             self._transport.set_attentive(is_attentive)
         self._is_attentive, self._has_published = is_attentive, False

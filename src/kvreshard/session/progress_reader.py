@@ -17,9 +17,9 @@ from kvreshard.session.progress import Progress
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.base import Direction, Transfer, TransferState, TransportError
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.004, 0.025
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.004, 0.050
 # Of the time between two changes. A reader comes late by half of it.
-INTERVAL_SHARE = 1 / 4
+INTERVAL_SHARE = 1 / 8
 WORDS_PER_LEASE = 2
 
 Seen = Mapping[int, Progress | None]

@@ -107,8 +107,13 @@ class Following:
 
     def take(self) -> list[tuple[str, RemotePrefill | Lost]]:
         """What has become known of requests since the last call."""
+        self.listen()
+        return [told for asked in self._asked.values() for told in self._tell(asked)]
+
+    def listen(self) -> bool:
+        """Read what listeners have answered, and ask on; whether there is anything to `take`."""
         if self._follower is None or not self._asked:
-            return []
+            return False
         self._told.clear()
         now_s = self._clock()
         for name, answer in self._follower.take():
@@ -123,7 +128,7 @@ class Following:
                 text = asked.error or f"it has not heard of transfer_id '{asked.transfer}' within {self._wait_s:g} s"
                 asked.found, asked.told = Lost("unheard", text, asked.address), set()
             self._ask(asked)
-        return [told for asked in self._asked.values() for told in self._tell(asked)]
+        return any(asked.found is not None and asked.requests - asked.told for asked in self._asked.values())
 
     @property
     def num_open(self) -> int:
@@ -136,8 +141,8 @@ class Following:
         return asked is not None and not asked.is_over
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something has become known, or so long; whether something has."""
-        return self._told.wait(seconds)
+        """Wait until a listener has answered, or so long; whether there is anything to `take`."""
+        return self._told.wait(seconds) and self.listen()
 
     def close(self) -> None:
         """End all questions."""

@@ -21,7 +21,7 @@ from kvreshard.vllm.consumer import Consumer
 # A load of a megabyte takes some 3 ms; after a step that finds nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is
 # messages between its processes).
 PATIENCE_S = 0.004
-LONGEST_S, UNSEEN_S, GROWTH = 30.0, 0.064, 1.5
+LONGEST_S, UNSEEN_S, GROWTH = 60.0, 0.064, 4.0
 # How often it is looked whether a request has arrived.
 LOOK_S = 0.002
 
