@@ -23,7 +23,7 @@ from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.outcomes import FailureLog
-from kvreshard.vllm.params import names_source
+from kvreshard.vllm.params import names_source, transfer_of
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.requests import read_config, refuse
@@ -72,6 +72,7 @@ class SchedulerSide:
         self._handshake = EngineHandshake(vllm_config, engine, options)
         self._vllm_config, self._options = vllm_config, options
         self._engine, self._has_instance = engine, False
+        self._warns_of_policy = transfer_config.kv_load_failure_policy == "fail"
         self._failures = FailureLog(ends_requests=transfer_config.kv_load_failure_policy == "fail")
         # Leases that ran out on some rank before they were read.
         self._expired: set[str] = set()
@@ -104,7 +105,7 @@ class SchedulerSide:
         if config.may_load or reads_back:
             log_open_sources(options)
         if reads_back and transfer_config.kv_load_failure_policy == "fail":
-            warn_of_policy()
+            warn_of_policy("the answer that it goes on from")
         # When requests arrived that name a source, and the gauges that were told last.
         self._arrived_s: dict[str, float] = {}
         self._gauges: dict[str, int] = {}
@@ -149,6 +150,9 @@ class SchedulerSide:
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         self._idle.is_over()
+        if transfer_of(params) and self._warns_of_policy and not params.get("do_remote_decode"):
+            self._warns_of_policy = False
+            warn_of_policy("its prefill, which is under way,")
         if names_source(params):
             self._arrived_s[request.request_id] = time.monotonic()
             found = (

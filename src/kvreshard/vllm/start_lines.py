@@ -46,10 +46,11 @@ def log_open_sources(options: Options) -> None:
         )
 
 
-def warn_of_policy() -> None:
-    """What `kv_load_failure_policy` fail means on an engine that reads answers."""
+def warn_of_policy(source: str) -> None:
+    """What `kv_load_failure_policy` fail means on an engine that reads answers, or prefills that are under way (`source`)."""
     logger.warning(
-        "with kv_load_failure_policy fail a request ends with an error when the answer that it goes on from is given up while it is read; set "
-        "the policy to recompute on engines that prefill",
+        "with kv_load_failure_policy fail a request ends with an error when %s is given up while it is read; set the policy to recompute on "
+        "this engine",
+        source,
         extra=fields("failure_policy"),
     )
