@@ -1,4 +1,7 @@
-"""Does a load wait for the engine's stream? A kernel of half a second runs there, and loads, zeroing and digests go on beside it."""
+"""Does a load wait for the engine's stream, and progress not run ahead of it? A kernel of half a second runs there.
+
+Loads, zeroing and digests go on beside it. What it computes is told to readers when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ import numpy as np
 from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair
 from bench.shapes import Shape
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.progress import Computed, Progress, ProgressBoard
 from kvreshard.testing.rank_memory import DeviceBlock
+from kvreshard.transport.device import recorder
 
 SHAPE = Shape("Llama NHD TP 4 -> 8", "llama-3.1-70b", "tp=4,order=NHD", "tp=8,order=NHD", None)
 TOKENS = 512
@@ -23,7 +29,9 @@ def run(bench: Bench) -> None:
     if bench.device == "cpu":
         for name in ("a staged load", "a direct load", "zeroing"):
             bench.skip(f"{name} beside a long kernel", "the processor has no streams")
+        bench.skip("progress behind a long kernel", "the processor has no events")
         return
+    _progress(bench)
     with Pair(SHAPE, TOKENS, bench.device) as pair:
         pair.fill()
         mover, wanted = pair.mover(), pair.request(TOKENS, "random")
@@ -59,3 +67,31 @@ def _beside_a_kernel(bench: Bench, name: str, pair: Pair, work: Callable[[], obj
         )
         if not is_running:
             found.fail("it ended only after the kernel: something waits for the engine's stream")
+
+
+def _progress(bench: Bench) -> None:
+    """A layer that a kernel is to compute is final when the kernel has ended, not when it was ordered; nobody waits for it."""
+    import torch
+
+    with bench.check("progress behind a long kernel") as found:
+        table = LeaseTable(4)
+        board = ProgressBoard(table, recorder((bench.device,)))
+        table[1] = 77
+        torch.cuda.synchronize(bench.device)
+        board.begin([Computed(1, 77, 0, 8)])
+        torch.cuda._sleep(int(CLOCK_HZ * KERNEL_S))
+        started_s = time.perf_counter()
+        board.layer(1)
+        board.end()
+        ordered_s = time.perf_counter() - started_s
+        board.poll()
+        early = int(table.progress[1])
+        torch.cuda.synchronize(bench.device)
+        board.poll()
+        found.figure(ordered_us=ordered_s * 1e6)
+        if early:
+            found.fail(f"the word said {Progress.unpack(early)} while the kernel ran")
+        elif Progress.unpack(int(table.progress[1])) != (8, 8, 0):
+            found.fail(f"the word says {Progress.unpack(int(table.progress[1]))} when the kernel has ended")
+        elif ordered_s > KERNEL_S / 2:
+            found.fail("the engine's thread waited for the kernel")
