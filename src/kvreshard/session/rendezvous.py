@@ -25,6 +25,8 @@ from kvreshard.session.handshake_messages import Known
 from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
 
 MAX_ENDED = 10_000
+_Unstated = tuple[Statement, dict[str, tuple[list[int], int]], dict[str, PageTable]]
+"""A prefill, new pages of its groups with the number of those before them, and block tables if it is complete."""
 
 
 @dataclass(slots=True)
@@ -107,45 +109,24 @@ class Rendezvous:
         """The answer to a question; None while there is nothing new. `is_last`: answer in any case. That a source has
         the request is news to a reader that does not know it.
         """
-        answers: dict[int, Answer] = {}
-        with self._lock:
-            for place, known in enumerate(questions):
-                found = self._find(known, is_last=is_last)
-                if found is not None:
-                    answers[place] = found
+        with self._lock:  # the engine's thread waits for it: what takes longer is done behind
+            found = [self._find(known, is_last=is_last) for known in questions]
+            key = self._key
+        answers = {
+            place: one if isinstance(one, Answer) else Answer("found", statement=_stated(*one, key))
+            for place, one in enumerate(found)
+            if one is not None
+        }
         return encode_reply(answers) if answers or is_last else None
 
-    def _find(self, known: Known, *, is_last: bool) -> Answer | None:
+    def _find(self, known: Known, *, is_last: bool) -> Answer | _Unstated | None:
         prefill = self._prefills.get(known.transfer)
         if prefill is None:
             return Answer("unheard") if is_last else None
         if prefill.ended is not None:
             return Answer("ended", prefill.ended)
-        statement = None if known.only_end and prefill.tables is None else self._state(prefill, known)
-        if statement is not None:
-            return Answer("found", statement=statement)
-        return Answer("heard") if is_last or not (known.is_heard or known.word) else None
-
-    def _state(self, prefill: _Prefill, known: Known) -> Statement | None:
-        """What is new to a reader, sealed; None if nothing is."""
-        shown = prefill.statement
-        if shown is None:
-            return None
-        num_known = known.num_pages if known.word == shown.word else {}
-        tables = {
-            name: _from(PageTable(np.array(ids, dtype=np.int64), shown.num_tokens), num_known.get(name, 0))
-            for name, ids in prefill.pages.items()
-        }
-        if prefill.tables is not None:
-            # Of a prefill that was not shown before it had ended, `prefill.pages` is empty.
-            tables |= {
-                name: _from(table, num_known.get(name, 0) if name in prefill.pages else 0)
-                for name, table in prefill.tables.items()
-            }
-        elif known.word == shown.word and not any(len(table.pages) for table in tables.values()):
-            return None
-        listed = {name: PageList.of(table) for name, table in tables.items()}
-        return replace(shown, pages=listed).sealed(self._key, tables)
+        found = None if known.only_end and prefill.tables is None else _what_is_new(prefill, known)
+        return found or (Answer("heard") if is_last or not (known.is_heard or known.word) else None)
 
     def _end(self, transfer: str, prefill: _Prefill, text: str) -> None:
         prefill.ended, prefill.statement, prefill.pages, prefill.tables = text, None, {}, None
@@ -153,6 +134,39 @@ class Rendezvous:
         self.has_changed = True
         if len(self._ended) > MAX_ENDED:
             del self._prefills[self._ended.popitem(last=False)[0]]
+
+
+def _what_is_new(prefill: _Prefill, known: Known) -> _Unstated | None:
+    """What is new to a reader; None if nothing is. Of a prefill that was not shown before it had ended, `prefill.pages` is empty."""
+    shown = prefill.statement
+    if shown is None:
+        return None
+    num_known = known.num_pages if known.word == shown.word else {}
+    new = {
+        name: (ids[num_known.get(name, 0) :], min(num_known.get(name, 0), len(ids)))
+        for name, ids in prefill.pages.items()
+    }
+    is_known = known.word == shown.word and prefill.tables is None
+    if is_known and not any(ids for ids, _ in new.values()):
+        return None
+    tables = {
+        name: _from(table, num_known.get(name, 0) if name in prefill.pages else 0)
+        for name, table in (prefill.tables or {}).items()
+    }
+    return shown, new, tables
+
+
+def _stated(
+    shown: Statement, new: Mapping[str, tuple[list[int], int]], tables: dict[str, PageTable], key: bytes
+) -> Statement:
+    """What is new, as a sealed statement."""
+    listed = {
+        name: PageTable(np.array(ids, dtype=np.int64), shown.num_tokens, first)
+        for name, (ids, first) in new.items()
+        if name not in tables
+    }
+    tables = listed | tables
+    return replace(shown, pages={name: PageList.of(table) for name, table in tables.items()}).sealed(key, tables)
 
 
 def _from(table: PageTable, num_known: int) -> PageTable:
