@@ -13,12 +13,14 @@ from tests.fuzz.targets import PAIRS, TARGETS
 from tests.pairs.small import engine
 
 from kvreshard.model import wire
+from kvreshard.model.tables import PageTable
 from kvreshard.session import handshake_messages
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.engine_metadata import RankMetadata, encode_engine_metadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
 from kvreshard.session.seal import instance_id_of
+from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
 from kvreshard.tools.digest_request import DigestRequest, Owned, write_request
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
@@ -83,7 +85,11 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "handshake_message": {
             "metadata": msgspec.msgpack.encode((handshake_message, 0, 0)),
             "outcome": msgspec.msgpack.encode((told, 0, 0)),
+            "transfers": handshake_messages.transfers_request(
+                "d", 1, [handshake_messages.Known("x-1", 77, {"full": 2}), handshake_messages.Known("x-2")], "me"
+            ),
         },
+        "statement": {"two": _statement(prefill)},
         "answer": {
             "noted": msgspec.msgpack.encode(
                 handshake_messages.HandshakeAnswer(handshake_messages.ANSWER_FORM, 1, "noted")
@@ -98,6 +104,13 @@ def seeds() -> dict[str, dict[str, bytes]]:
             for number, (kind, seed) in enumerate(PAIRS)
         },
     }
+
+
+def _statement(prefill: RemotePrefill) -> bytes:
+    tables = {"g0": PageTable([4, 9, 3], 40, 2)}
+    pages = {name: PageList.of(table) for name, table in tables.items()}
+    said = Statement("e", "i", "cmpl-1", 7, 77, 40, pages, False, prefill.details).sealed(KEY, tables)
+    return encode_reply({0: Answer("found", statement=said), 1: Answer("ended", "aborted")})
 
 
 def main() -> None:

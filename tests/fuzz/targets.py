@@ -21,12 +21,14 @@ from kvreshard.model.tables import PageTable
 from kvreshard.plan import bind
 from kvreshard.plan.compile import compile_route
 from kvreshard.session.engine_metadata import decode_engine_metadata
-from kvreshard.session.handshake_messages import read_answer, read_message
+from kvreshard.session.handshake_messages import Address, HandshakeError, read_answer, read_message
 from kvreshard.session.notes import read_note
+from kvreshard.session.rendezvous import Rendezvous
+from kvreshard.session.statement import Statement, read_reply
 from kvreshard.tools.digest_request import answer_request, read_request
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
-from kvreshard.vllm.params import ParamsError, read_params
+from kvreshard.vllm.params import ParamsError, read_params, read_statement
 
 Outcome = Literal["accepted", "refused"]
 Target = Callable[[bytes], Outcome]
@@ -104,7 +106,31 @@ def _source() -> tuple[EngineLayout, ArrayBytes]:
 def handshake_message(data: bytes) -> Outcome:
     found = read_message(data)
     assert isinstance(found, str) or found.engine.isprintable()
+    if not isinstance(found, str):
+        assert _shown().answer(found.transfers or (), is_last=True) is not None
     return "refused" if isinstance(found, str) else "accepted"
+
+
+@cache
+def _shown() -> Rendezvous:
+    """A prefill that readers may ask for."""
+    shown = Rendezvous(bytes(32))
+    shown.hear("x-1", "r")
+    shown.begin("x-1", "r", Statement("e", "i", "r", 1, 77, 40, {}, False, b""))
+    shown.extend("x-1", 77, {"full": [5, 6, 7]})
+    return shown
+
+
+@target
+def statement(data: bytes) -> Outcome:
+    """What a listener answers to a question for transfers."""
+    try:
+        for answer in read_reply(data).values():
+            if answer.statement is not None:
+                read_statement(answer.statement, Address("127.0.0.1", 5))
+    except (HandshakeError, ParamsError):
+        return "refused"
+    return "accepted"
 
 
 @target

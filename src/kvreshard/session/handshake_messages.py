@@ -44,7 +44,7 @@ class Known(msgspec.Struct, frozen=True):
 
     transfer: Name
     word: Annotated[int, msgspec.Meta(ge=0)] = 0
-    num_pages: Annotated[dict[Name, int], msgspec.Meta(max_length=MAX_GROUPS)] = {}
+    num_pages: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_GROUPS)] = {}
     only_end: bool = False
     is_heard: bool = False
 
