@@ -30,6 +30,8 @@ from tests.e2e.router import Routed, route, route_early
 from tests.e2e.snapshots import Snapshot, read_compatibility, read_snapshots
 from tests.e2e.zoo import MODELS
 
+from kvreshard.model.changed import replace
+
 FAILED = "failed"
 MAX_TOKENS = 8
 # The noise of float32 on one machine; the measured floor is 0 when both sides have the same shape.
@@ -77,7 +79,11 @@ class Bench:
         self.case, self.result = case, Measured(case.name, connector)
         self.dtype = MODELS[case.model].dtype
         self.judged_by_text = self.dtype == "float32"
-        self.ordinary = {tp: nursery.engine(case.ordinary(tp)) for tp in sorted({1, case.prefill.tp, case.decode.tp})}
+        arguments = case.prefill.arguments if is_early else ()  # the same chunks
+        self.ordinary = {
+            tp: nursery.engine(replace(case.ordinary(tp), arguments=arguments))
+            for tp in sorted({1, case.prefill.tp, case.decode.tp})
+        }
         self.prefill = nursery.engine(case.engine(case.prefill, connector))
         self.decode = nursery.engine(case.engine(case.decode, connector, "kv_consumer"))
         for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
