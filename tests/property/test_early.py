@@ -101,13 +101,13 @@ def test_what_is_served_is_what_was_computed(seed: int) -> None:
 
 def test_enough_was_tried() -> None:
     """Loads that were served, some of them after their prefill had begun again, and some that failed."""
-    ends = Counter(live(seed) for seed in range(60))
-    assert ends["received"] > 30
+    ends = Counter(live(seed) for seed in range(36))
+    assert ends["received"] > 18
     assert SEEN["begun again"] > 3, SEEN
     assert ends.keys() <= {"received", "prefill", "cancelled", "stale lease"}, ends
 
 
 def test_progress_that_is_told_too_early_is_noticed() -> None:
     """The negative control: the comparison has teeth."""
-    ends = Counter(live(seed, lies=True) for seed in range(40))
-    assert ends["wrong"] > 5, ends
+    ends = Counter(live(seed, lies=True) for seed in range(20))
+    assert ends["wrong"] > 3, ends
