@@ -41,7 +41,7 @@ def test_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             both.run(5)
             before = both.count()
             for rank in both.reader._ranks.values():
-                monkeypatch.setattr(rank.endpoint, "_free_scratch", lambda job: None)
+                monkeypatch.setattr(rank.endpoint._scratch, "give", lambda address: None)
             kept.append(open("/dev/null"))  # noqa: SIM115
             after = both.count()
         finally:
