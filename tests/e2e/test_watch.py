@@ -206,6 +206,6 @@ def test_a_traced_request_carries_the_spans_of_its_load(
         assert load.parent_span_id.hex() == "b7ad6b7169203331"
         inside = [span for span in collector.spans if span.parent_span_id == load.span_id]
         assert {span.name for span in inside} == {"handshake", "bind", "read", "check lease", "compare"}
-    assert any(
-        span.trace_id.hex() == TRACE and span.name == "llm_request" for span in collector.await_named("llm_request", 1)
-    )
+    # vLLM's own, one of each engine; they are exported in batches of their own.
+    requests = collector.await_named("llm_request", 2)
+    assert any(span.trace_id.hex() == TRACE for span in requests)
