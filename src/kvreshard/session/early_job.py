@@ -10,9 +10,11 @@ Each time something is told, by the progress words or by the source's listener:
 4. The lease word is read last, as of every load.
 
 If the lease word is another on any source rank, the prefill was preempted or has ended. What was read is forgotten when it has settled, and
-reading begins again under the word that the listener names; so also where that is seen at the very end. A prefill that the listener calls
-ended fails the load. `load_timeout_s` is the longest time in which neither the words nor the
-listener say anything; a prefill that waits in its engine's queue is something.
+reading begins again under the word that the listener names. The same holds when the last check finds another word. A prefill that the
+listener calls ended fails the load.
+
+`load_timeout_s` is the longest time without news from the words or the listener. The listener's answer that a prefill waits in its engine's
+queue is news.
 """
 
 from __future__ import annotations
@@ -133,7 +135,6 @@ class EarlyJob(Job):
     may_read: Callable[[], bool] = lambda: True
     _life: _Life = field(init=False)
     _next_life: _Life | None = None
-    _cursors: _Cursors | None = None
     _progress: Mapping[int, Progress] = field(default_factory=dict)
     _is_over: bool = False
     _needs_end: bool = False
@@ -225,7 +226,7 @@ class EarlyJob(Job):
         self._check_seal(peer)
         intervals = self.load.transfer.intervals
         wanted = [part for part in peer.parts.parts if part.is_wanted(self.load.transfer)]
-        cursors = self._cursors = _Cursors(wanted, intervals, peer.layout)
+        cursors = _Cursors(wanted, intervals, peer.layout)
         rest = [transfer for transfer in peer.parts.rest.transfers if intervals.get(transfer.dst_group.name)]
         self._needs_end = bool(rest) or self.observer.waits_for_end
         while True:
@@ -298,10 +299,7 @@ class EarlyJob(Job):
                 direct += plan.direct
                 self._count(plan)
                 yield from run_batches(peer.mover, plan.batches, self._note_posted, lambda: None)
-        posted = []
-        for copies in gathered(direct):
-            posted.append(peer.mover.post(Direction.READ, copies))
-            self._note_posted(posted[-1])
+        posted = self._post(peer, direct)
         for number, _, stop in wanted:
             cursors.read[number] = stop
         return posted
@@ -329,6 +327,14 @@ class EarlyJob(Job):
         }
         return Request(self._life.tables, transfer.dst_tables, intervals, {})
 
+    def _post(self, peer: Peer, copies: Iterable[Copies]) -> list[Transfer]:
+        """The reads of these copies, as few as can be, now under way."""
+        posted = []
+        for together in gathered(copies):
+            posted.append(peer.mover.post(Direction.READ, together))
+            self._note_posted(posted[-1])
+        return posted
+
     def _read_rest(self, peer: Peer, has_rest: bool) -> Generator[Transfer | float | None, None, Moved | None]:
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
         mover, note, transfer = peer.mover, self.observer.noted, self.load.transfer
@@ -339,10 +345,7 @@ class EarlyJob(Job):
         self.load = replace(self.load, transfer=whole, lease=self._life.lease)
         plan = self._plan(peer, peer.parts.rest, whole) if has_rest else ReadPlan((), ())
         self._count(plan)
-        posted = []
-        for copies in plan.direct:
-            posted.append(mover.post(Direction.READ, copies))
-            self._note_posted(posted[-1])
+        posted = self._post(peer, plan.direct)
         num_zeroed = mover.fill(self.dst, peer.route, whole) if transfer.dst_new_pages else 0
         yield from run_batches(mover, plan.batches, self._note_posted, lambda: None)
         error: Exception | None = None

@@ -59,10 +59,6 @@ class Progress(NamedTuple):
         tokens = word >> LAYER_BITS
         return cls(tokens >> TOKEN_BITS, tokens & MAX_TOKENS, word & MAX_LAYERS)
 
-    def final_tokens(self, layer: int | None) -> int:
-        """Tokens that are final in a layer of this rank, by its number among them; None: in layers whose end is not told."""
-        return self.step_tokens if layer is not None and layer < self.num_layers else self.num_tokens
-
 
 class Computed(NamedTuple):
     """A request in a step: slot and word of its lease, tokens before and after the step."""

@@ -362,7 +362,7 @@ class Producer:
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
-        self.early.end(request_id, "its pages are no longer held, or it ended without any")
+        self.early.end(request_id, "no rank holds its pages")
         self.last_pages.release(request_id)
         self._answers.pop(request_id, None)
         self._leases.release(request_id)
