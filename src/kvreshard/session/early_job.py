@@ -107,10 +107,12 @@ class _Cursors:
     def final(self, progress: Mapping[int, Progress]) -> Int64s:
         """Tokens of each part that are final."""
         nothing = Progress(0, 0, 0)
-        told = np.array([progress.get(rank, nothing) for rank in self._ranks], dtype=np.int64).reshape(-1, 3)[
-            self._rank
-        ]
-        return np.where(self._layer < told[:, 2], told[:, 1], told[:, 0])
+        told = [progress.get(rank, nothing) for rank in self._ranks]
+        num_tokens, step_tokens, num_layers = (
+            np.array([getattr(one, name) for one in told], dtype=np.int64)[self._rank]
+            for name in ("num_tokens", "step_tokens", "num_layers")
+        )
+        return np.where(self._layer < num_layers, step_tokens, num_tokens)
 
     def readable(self, progress: Mapping[int, Progress], life: _Life) -> Int64s:
         """Up to which token each part can be read: what is final and has known pages, to an edge of pages or the end.
