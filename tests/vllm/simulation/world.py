@@ -217,6 +217,8 @@ class World:
         self._routes: dict[tuple[str, str, int], Any] = {}
         self._texts: list[list[int]] = []
         self._later: list[Callable[[], None]] = []
+        # Prefills whose lease may run out before a decode engine asks: the router waits for the last choice.
+        self._read_late: set[str] = set()
         self._count = self._num_transfers = 0
         options = EndpointOptions(load_timeout_s=300.0, settle_timeout_s=20.0, heartbeat_s=5.0, retry_s=5.0)
         for number, (name, shape) in enumerate(self.shapes.items()):
@@ -331,12 +333,14 @@ class World:
         count: int,
     ) -> None:
         """vLLM makes a request of each, and the router gets what the last one says."""
-        left = [count]
+        ended_s: list[float] = []
         parent = f"{src.name}-of-{self._count}"
 
         def one_is_over(answer: dict[str, Any] | None) -> None:
-            left[0] -= 1
-            if not left[0]:
+            ended_s.append(self.clock.now_s)
+            if len(ended_s) == count:
+                if answer is not None and ended_s[-1] - ended_s[0] > src.shape.lease_s / 2:
+                    self._read_late.add(answer["remote_request_id"])
                 then(answer)
 
         for number in range(count):
@@ -460,7 +464,9 @@ class World:
                 asked.engine.turn_away(asked.params)
             if asked.then is not None:
                 asked.then(answer.params)
-            if asked.wants_load and not is_failed:
+            if (asked.params or {}).get("remote_request_id") in self._read_late:
+                asked.engine.failed.discard(name)
+            elif asked.wants_load and not is_failed:
                 self._check_loaded(asked)
 
     def _check_answer(self, asked: Asked, said: list[int]) -> None:
