@@ -43,7 +43,9 @@ class Both:
         self.clock = Clock()
         follower = LocalFollower(self.shown, self.lost)
         self.decode = Decode(*specs, **decode)
-        self.decode.side.following = Following("d", None, 30.0, self.clock, follower)
+        following = self.decode.side.following = Following("d", None, 30.0, self.clock, follower)
+        self.decode.side.waiting._following = following
+        self.source.early._clock = self.clock
         self.decode.side.waiting.max_early_blocks = 1000
         self.held: dict[str, list[list[Any]]] = {}
 
@@ -110,6 +112,58 @@ def test_loads_that_begin_early_hold_a_share_of_the_blocks() -> None:
     assert both.decode.side.waiting.wait_for_prefills()
     both.decode.side.waiting.max_early_blocks = 5
     assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+
+
+def near(both: Both, asked: Any) -> bool:
+    """Whether the load may begin, after what there is to hear."""
+    assert both.hear() == []
+    return both.decode.side.count_loadable(asked, 0) is not None
+
+
+def test_blocks_are_taken_when_the_prefill_is_about_to_end() -> None:
+    both = Both(full(64))
+    both.decode.side.waiting._pace.note(0.1, 100)  # 2 * 0.3 + 0.1 s before the end
+    both.source.early._seconds_per_token = 1 / 60  # of a former prefill
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 60, [1])
+    (renew,) = both.hear()
+    assert isinstance(renew, Renew)
+    assert both.decode.side.count_loadable(asked, 0) is None
+    assert both.decode.side.waiting.wait_for_prefills()
+    for _ in range(3):
+        both.clock.now_s += 1.0
+        both.step(source, 60, [1])
+        assert not near(both, asked)
+    both.clock.now_s += 1.0
+    both.step(source, 60, [1])
+    assert near(both, asked)
+
+
+def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
+    for has_pace, has_former in ((False, True), (True, False)):
+        both = Both(full(64))
+        if has_pace:
+            both.decode.side.waiting._pace.note(0.1, 100)
+        both.source.early._seconds_per_token = 1.0 if has_former else float("nan")
+        asked, source = both.arrive(), both.prefill()
+        both.step(source, 60, [1])
+        both.hear()
+        assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+
+
+def test_a_prefill_that_becomes_slower_does_not_take_the_blocks_back() -> None:
+    both = Both(full(64))
+    both.decode.side.waiting._pace.note(0.1, 100)
+    both.source.early._seconds_per_token = 0.001
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 60, [1])
+    both.hear()
+    assert near(both, asked)
+    both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    both.clock.now_s += 60.0
+    both.step(source, 60, [1])
+    assert both.hear() == []
+    assert both.decode.side.waiting.num_early == 1
 
 
 def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:

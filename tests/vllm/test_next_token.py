@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Load
+from kvreshard.vllm.groups import blocks_to_compute, blocks_to_load
 
 pytestmark = pytest.mark.vllm
 PAGE, LONGEST = 8, 50
@@ -115,9 +116,11 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
     external = decode.side.count_loadable(asked, cached)
     there = [set(range(cached)) for _ in specs]
     if external:
+        free = [engine.block_pool.get_num_free_blocks()]
         assert engine.allocate_slots(
             asked, 0, cached, found, num_external_computed_tokens=external, delay_cache_blocks=True
         )
+        free.append(engine.block_pool.get_num_free_blocks())
         (order,) = decode.side.allocate(asked, engine.get_blocks("d-1"), external)
         assert isinstance(order, Load)
         for filled, intervals in zip(there, order.transfer.intervals.values(), strict=True):
@@ -128,6 +131,9 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
         for name, pages in order.transfer.dst_new_pages.items():
             assert set(pages.tolist()) <= set(order.transfer.dst_tables[name].pages.tolist())
         assert engine.allocate_slots(asked, len(tokens) - asked.num_computed_tokens)
+        free.append(engine.block_pool.get_num_free_blocks())
+        assert free[0] - free[1] <= blocks_to_load(groups(*specs), cached + external)
+        assert free[1] - free[2] <= blocks_to_compute(groups(*specs), cached + external, len(tokens))
     else:
         assert engine.allocate_slots(asked, len(tokens) - cached, cached, found)
         asked.num_computed_tokens = cached

@@ -70,6 +70,12 @@ def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(wea
         world.close()
 
 
+@pytest.mark.parametrize("seed", [700031, 700324])
+def test_a_loaded_request_that_wants_more_blocks_than_vllm_keeps_free_holds_up_nobody(seed: int) -> None:
+    """In a chunk, and with aligned states: the load behind it has the blocks and is not reached (`kvreshard.vllm.admission`)."""
+    live(seed)
+
+
 @pytest.mark.parametrize("seed", [1004, 1006, 1010, 1016, 1029, 1033])
 def test_a_request_whose_load_failed_is_reached_behind_more_important_ones(seed: int) -> None:
     """vLLM keeps its blocks reserved, beside which they do not fit, and looks no further (`kvreshard.vllm.admission`)."""

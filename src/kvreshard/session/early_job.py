@@ -146,6 +146,7 @@ class EarlyJob(Job):
     _num_copies: int = 0
     _staged_bytes: int = 0
     _final_s: float | None = None
+    _reading_s: float = 0.0
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -243,11 +244,15 @@ class EarlyJob(Job):
     def _read_early(self, peer: Peer, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Read the parts as they become final, until all of them are read and nothing is waited for."""
         in_flight: deque[Transfer] = deque()
+        busy_since_s: float | None = None
         while True:
             while in_flight and in_flight[0].state is not TransferState.PENDING:
                 error = in_flight.popleft().error
                 if error is not None:
                     raise error
+            if busy_since_s is not None and not in_flight:
+                self._reading_s += peer.mover.clock() - busy_since_s
+                busy_since_s = None
             if self._is_over:
                 while in_flight:
                     yield from settled(in_flight.popleft())
@@ -257,6 +262,7 @@ class EarlyJob(Job):
             may_read = len(in_flight) < MAX_IN_FLIGHT and (self._final_s is not None or self.may_read())
             wanted = self._next_round(cursors) if may_read else []
             if wanted:
+                busy_since_s = peer.mover.clock() if busy_since_s is None else busy_since_s
                 in_flight.extend((yield from self._read_round(peer, cursors, wanted)))
             elif not in_flight and self._is_done(cursors):
                 return
@@ -341,7 +347,8 @@ class EarlyJob(Job):
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
         mover, note, transfer = peer.mover, self.observer.noted, self.load.transfer
         self.state = "transferring"
-        started_s = self._final_s = mover.clock() if self._final_s is None else self._final_s
+        rest_since_s = mover.clock()
+        started_s = self._final_s = rest_since_s if self._final_s is None else self._final_s
         whole = Request(self._life.tables, transfer.dst_tables, transfer.intervals, transfer.dst_new_pages)
         check_request(peer.route, whole)
         self.load = replace(self.load, transfer=whole, lease=self._life.lease)
@@ -367,10 +374,10 @@ class EarlyJob(Job):
             raise error
         num_bytes, num_early = self._num_bytes, self._early_bytes
         note("read", f"{num_bytes} bytes, {num_early} of them early; the lease held on every rank that was read")
-        total_s, num_staged = mover.clock() - started_s, self._staged_bytes
-        return Moved(
-            num_bytes, num_bytes, self._num_copies, num_staged, 0.0, total_s, num_zeroed, num_early_bytes=num_early
-        )
+        ended_s = mover.clock()
+        total_s, reading_s = ended_s - started_s, self._reading_s + ended_s - rest_since_s
+        moved = Moved(num_bytes, num_bytes, self._num_copies, self._staged_bytes, 0.0, total_s, num_zeroed)
+        return replace(moved, num_early_bytes=num_early, reading_s=reading_s)
 
     def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
@@ -387,4 +394,5 @@ class EarlyJob(Job):
         self.load = replace(self.load, lease=self._life.lease)
         self._progress, self._is_over, self._final_s = {}, False, None
         self._num_bytes = self._early_bytes = self._num_copies = self._staged_bytes = 0
+        self._reading_s = 0.0
         cursors.forget()

@@ -39,7 +39,8 @@ class Known(msgspec.Struct, frozen=True):
     """A transfer that is asked for, by the id that a router chose, and what the reader knows of it: the lease word, 0 for nothing, and the
     number of pages of each group.
 
-    `is_heard`: it knows that the source has the request. `only_end`: it wants to hear of nothing but the end, good or bad.
+    `is_heard`: it knows that the source has the request. `only_end`: it wants to hear of nothing but the end, good or bad, and of when the
+    source expects to compute for `lead_s` more seconds at most, if that is not 0.
     """
 
     transfer: Name
@@ -47,6 +48,7 @@ class Known(msgspec.Struct, frozen=True):
     num_pages: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_GROUPS)] = {}
     only_end: bool = False
     is_heard: bool = False
+    lead_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 class HandshakeMessage(msgspec.Struct, frozen=True):

@@ -25,19 +25,22 @@ from kvreshard.session.handshake_messages import Known
 from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
 
 MAX_ENDED = 10_000
-_Unstated = tuple[Statement, dict[str, tuple[list[int], int]], dict[str, PageTable]]
-"""A prefill, new pages of its groups with the number of those before them, and block tables if it is complete."""
+_Unstated = tuple[Statement, dict[str, tuple[list[int], int]], dict[str, PageTable], float | None]
+"""A prefill, new pages of its groups with the number of those before them, block tables if it is complete, and `_Prefill.left_s`."""
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """One transfer. `owner`: the request, which may be several choices. `pages`: of each group that may be read early, in order."""
+    """One transfer. `owner`: the request, which may be several choices. `pages`: of each group that may be read early, in order.
+    `left_s`: see `Answer`.
+    """
 
     owner: str
     ended: str | None = None
     statement: Statement | None = None
     pages: dict[str, list[int]] = field(default_factory=dict)
     tables: Mapping[str, PageTable] | None = None
+    left_s: float | None = None
 
 
 class Rendezvous:
@@ -90,6 +93,14 @@ class Rendezvous:
                     prefill.pages.setdefault(name, []).extend(ids)
                 self.has_changed = True
 
+    def expect(self, transfer: str, word: int, left_s: float | None) -> None:
+        """The prefill under a lease word is expected to compute for so long after the step that begins now; None: nobody knows."""
+        with self._lock:
+            prefill = self._prefills.get(transfer)
+            if prefill is not None and prefill.statement is not None and prefill.statement.word == word:
+                prefill.left_s = left_s
+                self.has_changed = True
+
     def complete(self, transfer: str, owner: str, statement: Statement, tables: Mapping[str, PageTable]) -> None:
         """The prefill has ended well, with these block tables of all groups; `statement` lists no pages."""
         with self._lock:
@@ -113,7 +124,7 @@ class Rendezvous:
             found = [self._find(known, is_last=is_last) for known in questions]
             key = self._key
         answers = {
-            place: one if isinstance(one, Answer) else Answer("found", statement=_stated(*one, key))
+            place: one if isinstance(one, Answer) else _found(one, key)
             for place, one in enumerate(found)
             if one is not None
         }
@@ -126,7 +137,9 @@ class Rendezvous:
         if prefill.ended is not None:
             return Answer("ended", prefill.ended)
         found = None if known.only_end and prefill.tables is None else _what_is_new(prefill, known)
-        return found or (Answer("heard") if is_last or not (known.is_heard or known.word) else None)
+        is_near = prefill.statement is not None and (prefill.left_s is None or prefill.left_s <= known.lead_s)
+        is_asked = is_last or not (known.is_heard or known.word) or (known.lead_s > 0 and is_near)
+        return found or (Answer("heard", left_s=prefill.left_s) if is_asked else None)
 
     def _end(self, transfer: str, prefill: _Prefill, text: str) -> None:
         prefill.ended, prefill.statement, prefill.pages, prefill.tables = text, None, {}, None
@@ -153,20 +166,20 @@ def _what_is_new(prefill: _Prefill, known: Known) -> _Unstated | None:
         name: _from(table, num_known.get(name, 0) if name in prefill.pages else 0)
         for name, table in (prefill.tables or {}).items()
     }
-    return shown, new, tables
+    return shown, new, tables, prefill.left_s
 
 
-def _stated(
-    shown: Statement, new: Mapping[str, tuple[list[int], int]], tables: dict[str, PageTable], key: bytes
-) -> Statement:
-    """What is new, as a sealed statement."""
+def _found(unstated: _Unstated, key: bytes) -> Answer:
+    """What is new, with a sealed statement."""
+    shown, new, tables, left_s = unstated
     listed = {
         name: PageTable(np.array(ids, dtype=np.int64), shown.num_tokens, first)
         for name, (ids, first) in new.items()
         if name not in tables
     }
     tables = listed | tables
-    return replace(shown, pages={name: PageList.of(table) for name, table in tables.items()}).sealed(key, tables)
+    stated = replace(shown, pages={name: PageList.of(table) for name, table in tables.items()})
+    return Answer("found", statement=stated.sealed(key, tables), left_s=left_s)
 
 
 def _from(table: PageTable, num_known: int) -> PageTable:

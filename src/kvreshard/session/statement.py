@@ -33,7 +33,7 @@ _PAGE = np.dtype("<i8")
 _Details = Annotated[bytes, msgspec.Meta(max_length=MAX_DETAILS_BYTES)]
 
 State = Literal["unheard", "heard", "found", "ended"]
-"""`unheard`: no request with this id has come; `heard`: it has, and is not scheduled, or nothing has changed."""
+"""`unheard`: no request with this id has come; `heard`: it has, and is not scheduled, or there are no pages to tell of."""
 
 
 class PageList(msgspec.Struct, frozen=True, array_like=True):
@@ -95,11 +95,14 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Where a transfer stands. `text`: why it has ended, for people."""
+    """Where a transfer stands. `text`: why it has ended, for people. `left_s`: seconds that its prefill will compute after the step that is
+    under way, as its source expects; None if nobody knows.
+    """
 
     state: State
     text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
     statement: Statement | None = None
+    left_s: float | None = None
 
 
 class _Reply(msgspec.Struct, frozen=True):

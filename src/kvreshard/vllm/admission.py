@@ -1,11 +1,13 @@
 """Ways out for requests that vLLM's scheduler, or engines among one another, would let wait for ever.
 
-Three things in vLLM 0.32.0 (`Scheduler.schedule`) can stop an engine for ever:
+Four things in vLLM 0.32.0 (`Scheduler.schedule`) can stop an engine for ever:
 
 - A request whose load has failed loses its blocks, and stays in the queue of those that hold some. If it needs blocks that others of
   that queue hold, vLLM does not schedule any request behind it.
 - Its blocks stay reserved (`_inflight_prefills`). Under `--scheduling-policy priority` a request with a load may come before it, not fit
   beside the reservation, and end the search. vLLM then never reaches the request that holds the reservation.
+- Of a load that has ended vLLM may have kept fewer blocks free than the request wants when it is computed (`groups.blocks_to_compute`). If
+  another load holds them, and has ended behind it, vLLM does not reach that one.
 - A load must fit together with what drafts need in a step, a prompt without. A pool that has room for the largest prompt may have
   none for its load.
 
@@ -14,7 +16,9 @@ vLLM goes on to the next request while a connector cannot say how many tokens it
 1. A request whose load has failed goes behind those that hold blocks, once (`fail`, `puts_behind`).
 2. If a load got no blocks in a step while a failed request has none, all loads go behind in the next step (`step`). Those that fit beside
    the reservation have their blocks by then.
-3. A load that gets no blocks for `PATIENCE_S` seconds although the whole pool is free is computed here (`step` returns it).
+3. Beside loads whose requests are not computed yet, a load begins only if what all of them want fits into the free blocks (`has_room`).
+   Those behind it wait as well, so that it is not overtaken for ever.
+4. A load that gets no blocks for `PATIENCE_S` seconds although the whole pool is free is computed here (`step` returns it).
 
 Engines that prefill and decode (`kv_both`) can also wait for one another in a circle: each fills its pool with finished prefills for the
 others, while the others wait for blocks that are held in the same way. Readers that wait renew their leases, so no lease runs out.
@@ -24,7 +28,7 @@ others, while the others wait for blocks that are held in the same way. Readers 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 # Other reasons for which vLLM lets a load wait (the output of an encoder is on its way) pass within this time.
 PATIENCE_S = 1.0
@@ -37,6 +41,8 @@ class Admission:
         self._clock = clock
         self._failed: set[str] = set()
         self._behind: set[str] = set()
+        # Blocks that requests may yet want which have been given blocks for a load, and are not computed.
+        self._wanted: dict[str, int] = {}
         self._candidate: str | None = None
         self._loads_wait = self._is_looking = False
         self._stuck: tuple[str, float] | None = None
@@ -49,28 +55,42 @@ class Admission:
     def fail(self, request_id: str) -> None:
         """The load of a request that goes on has failed."""
         self._failed.add(request_id)
+        self._wanted.pop(request_id, None)
 
-    def puts_behind(self, request_id: str, num_external: int) -> bool:
+    def has_room(self, num_free: int, num_blocks: int, num_wanted: int) -> bool:
+        """Whether a load of `num_blocks` blocks may begin, whose request may then want some more."""
+        return not self._wanted or num_free >= num_blocks + num_wanted + sum(self._wanted.values())
+
+    def puts_behind(self, request_id: str, num_external: int, *, has_room: bool = True) -> bool:
         """Whether vLLM shall skip this request for now, of which `num_external` tokens can be loaded."""
         self._is_looking = True
         if request_id in self._failed:
             self._failed.remove(request_id)
             self._behind.add(request_id)
             return True
+        self._loads_wait |= num_external > 0 and not has_room
         if num_external and self._loads_wait:
             return True
         self._candidate = request_id if num_external else None
         return False
 
-    def got_blocks(self, request_id: str) -> None:
-        """vLLM has given the request blocks."""
+    def got_blocks(self, request_id: str, num_wanted: int | None = None) -> None:
+        """vLLM has given the request blocks. `num_wanted`: how many more it may want when its load has ended; None: nothing is loaded."""
         self._candidate = None
         self.end(request_id)
+        if num_wanted is not None:
+            self._wanted[request_id] = num_wanted
+
+    def compute(self, request_ids: Iterable[str]) -> None:
+        """These are computed in this step: they have what they want."""
+        for request_id in request_ids:
+            self._wanted.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
         """The request has ended, or needs no special care any more."""
         self._failed.discard(request_id)
         self._behind.discard(request_id)
+        self._wanted.pop(request_id, None)
 
     def step(self, *, is_pool_free: bool) -> str | None:
         """End an engine step. Returns the load that will never get blocks, if any. `is_pool_free`: no request holds blocks."""

@@ -80,7 +80,7 @@ class Consumer:
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.log = FallbackLog()
-        self.waiting = WaitingRequests(config.groups)
+        self.waiting = WaitingRequests(config.groups, following)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
@@ -216,7 +216,7 @@ class Consumer:
                     return None
                 waiting.refusal = waiting.unmet
             waiting.num_loadable = self._count_tokens(waiting)
-        num_missing = max(0, waiting.num_loadable - num_computed)
+        num_missing = waiting.num_missing
         if num_missing and not self.waiting.may_begin(waiting):
             return None
         is_worthless = waiting.is_answer and num_missing < (self._min_answer_tokens or 0)

@@ -6,7 +6,8 @@ A router gives both engines a `transfer_id` and does not wait for the prefill.
 2. It is scheduled for the first time, under a lease: the listener gets a statement of its prompt and of what will be loaded.
 3. Each step that computes it: the listener gets its new pages, the ranks the tokens before and after the step (`Computed`). What is final
    after the step is known when it is scheduled, so it does not matter how many steps are under way. Blocks of a prefix hit are final after
-   the request's own first step: a step under way may still write them.
+   the request's own first step: a step under way may still write them. The listener also learns for how long the prefill will compute after
+   this step, at the pace of the last one: readers need not allocate blocks long before.
 4. It is preempted: its lease ends, and it begins again under another one. It finishes: the listener gets the block tables of all groups.
 
 Of several choices of one request the first that is scheduled is shown.
@@ -14,6 +15,8 @@ Of several choices of one request the first that is scheduled is shown.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Shown:
-    """A prefill that readers may follow. `num_listed`: pages of each group that the listener has."""
+    """A prefill that readers may follow. `num_listed`: pages of each group that the listener has. `step`: when its last step was scheduled,
+    and from which token on.
+    """
 
     request: Request
     transfer: str
@@ -40,6 +45,7 @@ class _Shown:
     num_tokens: int
     has_begun: bool = False
     num_listed: dict[str, int] = field(default_factory=dict)
+    step: tuple[float, int] | None = None
 
 
 class EarlyPrefills:
@@ -50,6 +56,7 @@ class EarlyPrefills:
         groups: tuple[CacheGroup, ...],
         rendezvous: Rendezvous,
         describe: Callable[[Request, Acquire], RemotePrefill | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups, self._num_groups = [group for group in groups if group.is_append_only], len(groups)
         self._rendezvous, self._describe = rendezvous, describe
@@ -59,6 +66,8 @@ class EarlyPrefills:
         # Transfers that readers find complete.
         self._complete: set[str] = set()
         self._shown: dict[str, _Shown] = {}
+        # Of the last prefill that had two steps.
+        self._clock, self._seconds_per_token = clock, float("nan")
 
     def hear(self, request: Request, owner: str) -> None:
         """A request has arrived. `owner`: it, or that of which it is a choice."""
@@ -84,6 +93,7 @@ class EarlyPrefills:
             stop = min(int(shown.request.num_computed_tokens) + num_scheduled[request_id], shown.num_tokens)
             if (shown.has_begun or self._begin(shown)) and stop > start:
                 self._list_pages(shown, manager)
+                self._rendezvous.expect(shown.transfer, shown.lease.word, self._expect(shown, start, stop))
                 yield Computed(shown.lease.slot, shown.lease.word, start, stop)
 
     def preempt(self, request_id: str) -> None:
@@ -116,6 +126,15 @@ class EarlyPrefills:
         owner, statement = self._owners[shown.request.request_id], _state(prefill, is_complete=False)
         shown.has_begun = self._rendezvous.begin(shown.transfer, owner, statement)
         return shown.has_begun
+
+    def _expect(self, shown: _Shown, start: int, stop: int) -> float | None:
+        """Seconds that a prefill will compute after a step from token `start` to `stop`, as `Answer.left_s`."""
+        now_s, step = self._clock(), shown.step
+        shown.step = now_s, start
+        if step is not None and start > step[1]:
+            self._seconds_per_token = (now_s - step[0]) / (start - step[1])
+        left_s = (shown.num_tokens - stop) * self._seconds_per_token
+        return None if math.isnan(left_s) else left_s
 
     def _list_pages(self, shown: _Shown, manager: KVCacheManager) -> None:
         """vLLM appends blocks to those that a request has (0.32.0, `SingleTypeKVCacheManager.req_to_blocks`)."""

@@ -7,6 +7,7 @@ of an id (choices share a prefill):
    requests are computed here. A prefill that the listener has heard of may wait in its engine's queue for as long as it takes.
 2. Its first statement says what is prefilled, under which lease. From then on the ranks ask for themselves; here only the end is wanted, of
    requests that still wait for blocks: then they are loaded like any other, or computed here.
+3. A request may wait until its prefill is about to end (`is_near`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Lost:
 @dataclass(slots=True)
 class _Asked:
     """A transfer. `heard_s`: when its source was last known to have it, or when it was first asked for. `found`: what is known of it, and
-    `told`: the requests that have been told.
+    `told`: the requests that have been told. `left_s`: see `Answer`; `lead_s`: see `Known`.
     """
 
     transfer: str
@@ -46,6 +47,8 @@ class _Asked:
     has_heard: bool = False
     found: RemotePrefill | Lost | None = None
     error: str = ""
+    left_s: float | None = None
+    lead_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -115,11 +118,12 @@ class Following:
         if self._follower is None or not self._asked:
             return False
         self._told.clear()
-        now_s = self._clock()
+        now_s, is_nearer = self._clock(), False
         for name, answer in self._follower.take():
             asked = self._asked.get(name)
             if asked is not None:
-                found = self._read(asked, answer, now_s)
+                left_s, found = asked.left_s, self._read(asked, answer, now_s)
+                is_nearer |= asked.left_s != left_s
                 if found is not None:
                     asked.found, asked.told = found, set()
         for asked in self._asked.values():
@@ -128,7 +132,19 @@ class Following:
                 text = asked.error or f"it has not heard of transfer_id '{asked.transfer}' within {self._wait_s:g} s"
                 asked.found, asked.told = Lost("unheard", text, asked.address), set()
             self._ask(asked)
-        return any(asked.found is not None and asked.requests - asked.told for asked in self._asked.values())
+        return is_nearer or any(
+            asked.found is not None and asked.requests - asked.told for asked in self._asked.values()
+        )
+
+    def is_near(self, request_id: str, lead_s: float) -> bool:
+        """Whether a prefill is expected to end within `lead_s` seconds. If not, its source is asked to say when it is."""
+        asked = self._of_request.get(request_id)
+        if asked is None or asked.left_s is None or asked.left_s <= lead_s:
+            return True
+        if asked.lead_s < lead_s:
+            asked.lead_s = lead_s
+            self._ask(asked)
+        return False
 
     @property
     def num_open(self) -> int:
@@ -159,7 +175,8 @@ class Following:
         if self._follower is None:
             self._follower = Follower(self._engine, 0, self._keys, self._told.set)
         if not asked.is_over:
-            known = Known(asked.transfer, is_heard=asked.has_heard, only_end=asked.found is not None)
+            has_found = asked.found is not None
+            known = Known(asked.transfer, is_heard=asked.has_heard, only_end=has_found, lead_s=asked.lead_s)
             self._follower.follow(asked.name, asked.address, known)
         self._follower.ask()
 
@@ -172,6 +189,9 @@ class Following:
             # A source that had the request and was started again has it no more.
             return Lost("prefill", "it has forgotten the request", asked.address) if asked.has_heard else None
         asked.heard_s, asked.has_heard = now_s, True
+        asked.left_s = answer.left_s
+        if answer.left_s is None or answer.left_s <= asked.lead_s:  # that it is near, it need not say again
+            asked.lead_s = 0.0
         if answer.state == "ended":
             return Lost("prefill", answer.text, asked.address)
         if answer.statement is None:

@@ -16,7 +16,7 @@ Source of the rules: `v1/core/single_type_kv_cache_manager.py`, `v1/worker/mamba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,27 @@ class CacheGroup:
             return 0, (found,) if found != NULL_BLOCK else ()
         first = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
         return first, tuple(block_ids[first:])
+
+
+def blocks_to_load(groups: Iterable[CacheGroup], num_tokens: int) -> int:
+    """Blocks that a load up to token `num_tokens` may take from the free ones. Those of a prefix hit may be free too."""
+    found = 0
+    for group in groups:
+        size = group.page_tokens
+        found += 1 + group.num_draft_states if size is None else -(-num_tokens // size)
+        found -= 0 if size is None else group.first_needed(num_tokens) // size
+    return found
+
+
+def blocks_to_compute(groups: Iterable[CacheGroup], num_loaded: int, num_tokens: int) -> int:
+    """Blocks that a loaded request may yet want until all of its `num_tokens` tokens are computed.
+
+    vLLM keeps too few free for it (0.32.0, `Scheduler._inflight_prefill_reserved_blocks`): null blocks before a window or chunk count as held,
+    and the checkpoint of an aligned state is left out.
+    """
+    pages = [group.page_tokens for group in groups if group.page_tokens is not None]
+    num_checkpoints = sum(group.is_aligned_state for group in groups)
+    return sum(-(-num_tokens // page) - -(-num_loaded // page) for page in pages) + 2 * num_checkpoints
 
 
 def read_groups(kv_cache_config: Any, dcp_size: int) -> tuple[CacheGroup, ...]:

@@ -18,6 +18,7 @@ from kvreshard.vllm.admission import Admission, DeadlockDetector
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.following import Following
+from kvreshard.vllm.groups import blocks_to_compute, blocks_to_load
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.metrics import ReshardStats
@@ -70,7 +71,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
         self._handshake = EngineHandshake(vllm_config, engine, options)
-        self._vllm_config, self._options = vllm_config, options
+        self._vllm_config, self._options, self._config = vllm_config, options, config
         self._engine, self._has_instance = engine, False
         self._warns_of_policy = transfer_config.kv_load_failure_policy == "fail"
         self._failures = FailureLog(ends_requests=transfer_config.kv_load_failure_policy == "fail")
@@ -163,7 +164,9 @@ class SchedulerSide:
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None if that is not known yet: vLLM goes on with the next request."""
         count = self._consumer.count_loadable(request, num_computed)
-        is_behind = self._admission.puts_behind(request.request_id, count or 0)
+        is_behind = self._admission.puts_behind(
+            request.request_id, count or 0, has_room=self._has_room(request, num_computed + (count or 0))
+        )
         if is_behind or count is None:
             return None
         reason = self._consumer.missing_items.why_refused(request, num_computed, count)
@@ -176,7 +179,11 @@ class SchedulerSide:
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """vLLM has allocated blocks."""
-        self._admission.got_blocks(request.request_id)
+        waiting, wanted = self._consumer.waiting.get(request.request_id), None
+        if waiting is not None and num_external:
+            num_loaded = waiting.num_computed + num_external
+            wanted = blocks_to_compute(self._config.groups, num_loaded, int(request.num_tokens))
+        self._admission.got_blocks(request.request_id, wanted)
         self._unserved = None
         self._add(self._producer.schedule(request))
         params = request.kv_transfer_params or {}
@@ -219,6 +226,7 @@ class SchedulerSide:
         self._withdraw_answers()
         self._computing.difference_update(finished)
         self._computing.update(num_scheduled)
+        self._admission.compute(num_scheduled)
         self._add(self._producer.preempt(preempted))
         is_idle = self._may_be_idle and not self._computing
         patience_s = self._idle.wait(self._consumer) if is_idle and not self._metadata.commands else 0.0
@@ -242,6 +250,8 @@ class SchedulerSide:
             if meta.has_advanced:
                 self._deadlock.step(False)
             self._log_unmet(meta.unmet)
+            for request_id, seconds in meta.reading_s.items():
+                self._consumer.waiting.note_pace(request_id, seconds)
             if meta.keys or meta.unmet:
                 self._add(self._consumer.meet(meta.keys, meta.unmet))
         for request_id in output.failed_recving or ():
@@ -314,6 +324,16 @@ class SchedulerSide:
             return False
         is_circle = self._producer.is_publishing and self._consumer.num_waiting > 0
         return is_circle or (num_early > 0 and self._unserved is not None)
+
+    def _has_room(self, request: Request, num_loaded: int) -> bool:
+        if self._manager is None:
+            return True
+        groups = self._config.groups
+        return self._admission.has_room(
+            int(self._manager.block_pool.get_num_free_blocks()),
+            blocks_to_load(groups, num_loaded),
+            blocks_to_compute(groups, num_loaded, int(request.num_tokens)),
+        )
 
     def _log_unmet(self, unmet: Mapping[str, Failure]) -> None:
         for request_id, failure in unmet.items():

@@ -34,7 +34,8 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
 
     `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
     keys after a handshake, by request; `unmet`: why a handshake failed, by request. `failed`: why a load failed, by request and rank.
-    `expired`: leases that ran out before they were read. `has_advanced`: a prefill that is followed has gone on.
+    `expired`: leases that ran out before they were read. `has_advanced`: a prefill that is followed has gone on. `reading_s`: how long the
+    slowest rank read, by request.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
@@ -44,6 +45,7 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
     failed: dict[str, dict[int, Failure]] = field(default_factory=dict)
     expired: set[str] = field(default_factory=set)
     has_advanced: bool = False
+    reading_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -55,6 +57,7 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
             or self.failed
             or self.expired
             or self.has_advanced
+            or self.reading_s
         )
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
@@ -69,4 +72,8 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
             merge_failures(self.failed, other.failed),
             self.expired | other.expired,
             self.has_advanced or other.has_advanced,
+            {
+                name: max(found.reading_s.get(name, 0.0) for found in (self, other))
+                for name in {**self.reading_s, **other.reading_s}
+            },
         )

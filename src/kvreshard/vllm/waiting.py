@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvreshard.session.commands import Failure
+from kvreshard.vllm.following import Following
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.params import RemotePrefill
 from kvreshard.vllm.sources import Source
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+# A load begins when its prefill has this many times as long to go as reading takes, and a little more: both are estimates, and a step of the
+# engine and the first words come before the first page is read.
+LEAD_FACTOR, MIN_LEAD_S = 2.0, 0.1
+# Of what is known, with each load.
+KEEP = 0.9
 
 
 @dataclass(slots=True)
@@ -44,6 +52,11 @@ class Waiting:
         return statement is not None and not statement.is_complete
 
     @property
+    def num_missing(self) -> int:
+        """Tokens to load, once known."""
+        return max(0, (self.num_loadable or 0) - self.num_computed)
+
+    @property
     def source(self) -> Source:
         return self.prefill.remote, self.prefill.lease
 
@@ -53,16 +66,34 @@ class Waiting:
         return self.refusal is not None or (self.key is None and self.unmet is not None)
 
 
-class WaitingRequests:
-    """By request id, in the order of arrival. Loads that begin before their prefill has ended hold at most `max_early_blocks` together."""
+class TransferPace:
+    """How long loads take for each token, the last ones foremost."""
 
-    def __init__(self, groups: Sequence[CacheGroup] = ()) -> None:
-        self._groups = groups
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """A load took so long on one rank."""
+        self._seconds, self._tokens = self._seconds * KEEP + seconds, self._tokens * KEEP + num_tokens
+
+    def lead_s(self, num_tokens: int) -> float:
+        """How long before the end of its prefill a load of so many tokens begins; without end where no load has ended yet."""
+        return LEAD_FACTOR * num_tokens * self._seconds / self._tokens + MIN_LEAD_S if self._tokens else math.inf
+
+
+class WaitingRequests:
+    """By request id, in the order of arrival.
+
+    Loads that begin before their prefill has ended hold at most `max_early_blocks` together, and begin when `following` says that it is near.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup] = (), following: Following | None = None) -> None:
+        self._groups, self._following = groups, following
         self._waiting: dict[str, Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
         self._of_source: dict[Source, set[str]] = {}
-        self.max_early_blocks = 0
+        self.max_early_blocks, self._pace = 0, TransferPace()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
@@ -88,11 +119,23 @@ class WaitingRequests:
         return all(one.is_early and (one.is_loading or not self.may_begin(one)) for one in self._waiting.values())
 
     def may_begin(self, waiting: Waiting) -> bool:
-        """Whether its load may begin now: of a prefill that is under way, if it holds few enough blocks, together with the others."""
+        """Whether its load may begin now: of a prefill that is under way, if it is about to end, and if it holds few enough blocks together with
+        the others.
+        """
+        if not waiting.is_early:
+            return True
         num_tokens = waiting.prefill.num_tokens
         wanted = sum(-(-num_tokens // group.page_tokens) for group in self._groups if group.page_tokens)
         held = sum(self._waiting[request_id].num_blocks for request_id in self._loading)
-        return not waiting.is_early or held + wanted <= self.max_early_blocks
+        if held + wanted > self.max_early_blocks or self._following is None:
+            return False
+        return self._following.is_near(waiting.request.request_id, self._pace.lead_s(waiting.num_missing))
+
+    def note_pace(self, request_id: str, seconds: float) -> None:
+        """A rank has loaded its part of a request in so many seconds."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and waiting.num_missing > 0:
+            self._pace.note(seconds, waiting.num_missing)
 
     def get(self, request_id: str) -> Waiting | None:
         """The request, None if it is not here any more."""

@@ -231,6 +231,9 @@ class WorkerSide:
         self._metadata.keys.update(results.keys)
         self._metadata.unmet.update(results.unmet)
         self._metadata.failed.update({request: {self._rank: failure} for request, failure in results.failed.items()})
+        self._metadata.reading_s.update(
+            {name: moved.reading_s or moved.total_s for name, moved in results.received.items()}
+        )
         self._metadata.expired.update(lease for lease, cause in results.freed.items() if cause == "expired")
         return KVConnectorTransferResults(
             finished_sending=set(results.freed),

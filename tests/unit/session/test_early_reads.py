@@ -330,6 +330,21 @@ def test_the_listener_says_what_is_new_and_nothing_else() -> None:
     assert (again.word, again.pages) == (79, {})
 
 
+def test_the_listener_says_when_the_end_is_near() -> None:
+    shown, waits = Rendezvous(KEY), Known("x", only_end=True, is_heard=True, lead_s=2.0)
+    shown.hear("x", "a")
+    assert shown.answer([waits], is_last=False) is None  # it may wait in the queue for long
+    shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
+    assert _ask(shown, waits) == Answer("heard")  # nobody knows when
+    shown.expect("x", 77, 2.5)
+    assert shown.answer([waits], is_last=False) is None
+    shown.expect("x", 78, 0.5)  # of another life
+    assert shown.answer([waits], is_last=False) is None
+    shown.expect("x", 77, 2.0)
+    assert _ask(shown, waits) == Answer("heard", left_s=2.0)
+    assert shown.answer([replace(waits, lead_s=0.0)], is_last=False) is None
+
+
 def test_a_statement_is_sealed_as_a_whole() -> None:
     tables = {"g": PageTable([5, 6], 40)}
     pages = {"g": PageList.of(tables["g"])}

@@ -102,3 +102,30 @@ def test_one_gives_up_after_every_while_without_a_sign_of_life() -> None:
         if deadlock.step(is_still):
             said.append(second)
     assert said == [31, 61, 127]
+
+
+def test_a_load_leaves_free_what_those_before_it_may_want() -> None:
+    admission = Admission()
+    assert admission.has_room(0, 10, 2)  # nobody is before it: vLLM says whether it fits
+    admission.got_blocks("a", 2)
+    assert not admission.has_room(11, 10, 0)
+    assert admission.has_room(12, 10, 0)
+    assert not admission.has_room(12, 10, 1)
+    assert admission.puts_behind("b", 10, has_room=False)
+    assert admission.puts_behind("c", 1)  # it would overtake b, again and again
+    assert not admission.puts_behind("d", 0, has_room=False)  # nothing is loaded
+    admission.step(is_pool_free=False)
+    assert not admission.puts_behind("c", 1)
+
+
+@pytest.mark.parametrize("way", ["computed", "ended", "failed"])
+def test_nothing_is_left_free_for_those_that_have_what_they_want(way: str) -> None:
+    admission = Admission()
+    admission.got_blocks("a", 2)
+    if way == "computed":
+        admission.compute(["a", "x"])
+    elif way == "ended":
+        admission.end("a")
+    else:
+        admission.fail("a")
+    assert admission.has_room(0, 10, 2)
