@@ -32,12 +32,13 @@ SETTLE_S = 0.2
 class Passage:
     """One request. Seconds: from the client's send to the first token, to the last computed token, and from there to the loaded cache.
 
-    `events`: what happened when, in seconds from the send (`paced`).
+    `held_s`: from the blocks of the decode engine to the loaded cache. `events`: what happened when, in seconds from the send (`paced`).
     """
 
     first_token_s: float
     prefill_s: float
     exposed_s: float
+    held_s: float
     output: Output
     events: Sequence[dict[str, Any]]
 
@@ -134,11 +135,12 @@ class PacedPair:
         assert output.first_token_s is not None, output
         time.sleep(SETTLE_S)
         events = self._paces.since(began_s)
-        computed, loaded = (
+        allocated, computed, loaded = (
             max((one["at_s"] for one in events if one["event"] == event), default=0.0)
-            for event in ("computed", "loaded")
+            for event in ("allocated", "computed", "loaded")
         )
-        return Passage(output.first_token_s - began_s, computed, loaded - computed, output, events)
+        first_token_s = output.first_token_s - began_s
+        return Passage(first_token_s, computed, loaded - computed, loaded - allocated, output, events)
 
 
 def prompt(seed: int) -> list[int]:

@@ -9,7 +9,7 @@ Over shared memory a cache of megabytes takes milliseconds, and a tiny model's p
 
 The paces are in a file, `Pace`, that every process reads anew for each step and transfer. Workers append what happened, with the time, to
 the file of events: `computed` (a step with prefills has ended), `moving` (bytes are on the link until they have passed), `loaded` (a request's
-load is reported).
+load is reported). Schedulers append `allocated` (a request has blocks for a load).
 """
 
 from __future__ import annotations
@@ -146,6 +146,11 @@ class _Paced:
         if role == KVConnectorRole.WORKER:
             pace_link()
             pace_compute(vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        if num_external_tokens:
+            note("allocated", request=request.request_id)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]

@@ -66,6 +66,7 @@ def run(release: str, full: bool) -> Iterator[Result]:
                     if chunks == number:
                         yield from _measure(pair, paces, chunks, how, share, ROUNDS_FULL if full else ROUNDS)
                 if number == 8:
+                    yield _held(pair, paces, ROUNDS_FULL if full else ROUNDS)
                     yield _unpaced(paces, pair, 5 * (ROUNDS_FULL if full else ROUNDS))
                     yield _beside_push(nursery, paces, pair, ROUNDS_FULL if full else ROUNDS)
             except EngineFailed as error:
@@ -152,6 +153,20 @@ def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float,
             ROW, "first token, by layer, 8 chunks", float(np.median(tokens[0])), "s", "sequential", float(np.median(tokens[1])), ratio,
             (low, high), bars.early_first_token((low, high), 1.6, "sequential"), details={"pairs": rounds},
         )  # fmt: skip
+
+
+def _held(pair: PacedPair, paces: Paces, rounds: int) -> Result:
+    """For how long an early load holds blocks where computing takes eight times as long as reading. The first loads teach the pace."""
+    paces.set(Pace(PREFILL_S / NUM_TOKENS, 8 * CACHE_BYTES / PREFILL_S))
+    after, beside = (side[2:] for side in _take_turns(pair, rounds + 2, 4000))
+    held, prefill = (np.array([getattr(one, name) for one in beside]) for name in ("held_s", "prefill_s"))
+    ratio, low, high = interval(prefill / held)
+    exposed = [round(float(np.median([one.exposed_s for one in side])), 3) for side in (beside, after)]
+    return Result(
+        ROW, "blocks held, by layer, 8 chunks, prefill 8 times the transfer", float(np.median(held)), "s", "the whole prefill",
+        float(np.median(prefill)), ratio, (low, high), note=f"exposed {exposed[0]:g} s, sequential {exposed[1]:g} s",
+        details={"pairs": rounds, "exposed_s": exposed},
+    )  # fmt: skip
 
 
 def _beside_push(nursery: object, paces: Paces, ours: PacedPair, rounds: int) -> Result:

@@ -13,7 +13,7 @@ from tests.unit.session.prefills import LocalFollower
 from tests.unit.session.world import Clock
 from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, producer, request, window
 from tests.vllm.simulation.base import base_config
-from tests.vllm.simulation.draw import MODELS
+from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.request import RequestStatus
@@ -26,6 +26,7 @@ from kvreshard.vllm.following import Following
 from kvreshard.vllm.idle import Idle, find_arrivals
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.sources import SourceHosts
+from kvreshard.vllm.waiting import LEAD_FACTOR, MIN_LEAD_S, TransferPace
 
 pytestmark = pytest.mark.vllm
 
@@ -214,7 +215,18 @@ def test_of_loads_that_stand_still_the_youngest_gives_its_blocks_back() -> None:
     both.hear()
     both.decode.side.count_loadable(asked, 0)
     both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
-    assert list(both.decode.side.give_up_longest()) == [Cancel("d-1")]
+    assert list(both.decode.side.give_up_longest()) == []
+    assert list(both.decode.side.give_up_early()) == [Cancel("d-1")]
+
+
+def test_an_early_load_gives_its_blocks_to_a_request_that_is_preempted_again_and_again() -> None:
+    """The prefill waits for blocks that are held for requests behind that one (seed 720113 stood still)."""
+    _, shapes, weather = draw(720113)
+    world = World(shapes, base_config(), 720113, weather)
+    try:
+        world.run(20)
+    finally:
+        world.close()
 
 
 def test_an_id_that_nobody_prefills_is_computed_here() -> None:
@@ -386,3 +398,14 @@ def test_arrivals_are_found_among_the_callers() -> None:
     assert not has_arrivals()
     engine.input_queue.put(1)
     assert has_arrivals()
+
+
+def test_the_pace_is_that_of_the_last_loads() -> None:
+    pace = TransferPace()
+    assert pace.lead_s(1000) == float("inf")
+    pace.note(10.0, 1000)
+    for _ in range(10):
+        pace.note(1.0, 1000)
+    assert pace.lead_s(1000) == pytest.approx(LEAD_FACTOR * 1.0 + MIN_LEAD_S, rel=0.01)
+    pace.note(0.004, 2)  # a short one takes longer for each token, and counts for little
+    assert pace.lead_s(1000) == pytest.approx(LEAD_FACTOR * 1.0 + MIN_LEAD_S, rel=0.01)

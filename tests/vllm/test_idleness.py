@@ -21,6 +21,7 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     side: Any = SchedulerSide.__new__(SchedulerSide)
     side._metadata, side._computing, side._may_be_idle, side._has_draft = ReshardMetadata(), set(), may_be_idle, False
     side._admission, side._deadlock, side._manager = Admission(), DeadlockDetector(30.0), None
+    side._stalled, side._lacks_blocks = DeadlockDetector(30.0), False
     side._quarantine, side._unserved, side._delayed = SimpleNamespace(num_blocks=0), None, DelayedLoads(0)
     nothing: list[Any] = []
     early = SimpleNamespace(step=lambda scheduled, manager: nothing)

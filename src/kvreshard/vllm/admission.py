@@ -23,6 +23,10 @@ vLLM goes on to the next request while a connector cannot say how many tokens it
 Engines that prefill and decode (`kv_both`) can also wait for one another in a circle: each fills its pool with finished prefills for the
 others, while the others wait for blocks that are held in the same way. Readers that wait renew their leases, so no lease runs out.
 `DeadlockDetector` finds that from within one engine.
+
+Early loads hold blocks while their prefills are computed. A prefill may wait for blocks that are held, in turn, for requests behind the ones that
+the early load leaves without: they are preempted again and again, or get none. Where no early load has gone on for the same time, the
+youngest is given up.
 """
 
 from __future__ import annotations

@@ -263,14 +263,16 @@ class Consumer:
             yield from self.give_up(request_id, "reset")
 
     def give_up_longest(self) -> Iterator[Command]:
-        """Compute the request that waits longest here, since engines may wait for one another (`admission`).
-
-        Where all that wait are loads whose prefills are under way, the one that has begun last.
-        """
+        """Compute the request that waits longest here, since engines may wait for one another (`admission`)."""
         longest = self.waiting.find_longest()
-        waiting = None if longest is None else self.waiting.get(longest)
-        if longest is not None and waiting is not None:
-            yield from [Cancel(longest)] if waiting.is_loading else self.give_up(longest, "deadlock")
+        if longest is not None:
+            yield from self.give_up(longest, "deadlock")
+
+    def give_up_early(self) -> Iterator[Command]:
+        """End the load that has begun last of those whose prefills are under way: others need its blocks."""
+        youngest = self.waiting.find_youngest_early()
+        if youngest is not None:
+            yield Cancel(youngest)
 
     def give_up(self, request_id: str, cause: str, text: str = "") -> Iterator[Command]:
         """Compute a request here that waits for its load, and release its source. `text`: what is known of the cause."""

@@ -114,6 +114,8 @@ class SchedulerSide:
         self._quarantine = Quarantine()
         self._admission, self._idle = Admission(), Idle()
         self._deadlock = DeadlockDetector(options.kv_lease_duration)
+        # Whether a request lacked blocks since an early load has gone on, or one was given up.
+        self._stalled, self._lacks_blocks = DeadlockDetector(options.kv_lease_duration), False
         self._manager: KVCacheManager | None = None
         self._has_draft = has_draft(vllm_config)
         # Engines of one data-parallel group step together: one that waited would delay the others.
@@ -222,6 +224,11 @@ class SchedulerSide:
         """
         if self._deadlock.step(not num_scheduled and self._admission.is_looking and self._stands_still):
             self._add(self._consumer.give_up_longest())
+        preempted = list(preempted)
+        self._lacks_blocks |= bool(preempted) or self._unserved is not None
+        if self._stalled.step(self._lacks_blocks and self._consumer.waiting.num_early > 0):
+            self._lacks_blocks = False
+            self._add(self._consumer.give_up_early())
         self._give_up_what_never_fits()
         self._withdraw_answers()
         self._computing.difference_update(finished)
@@ -249,6 +256,7 @@ class SchedulerSide:
             self._expired |= meta.expired
             if meta.has_advanced:
                 self._deadlock.step(False)
+                self._lacks_blocks = self._stalled.step(False)
             self._log_unmet(meta.unmet)
             for request_id, seconds in meta.reading_s.items():
                 self._consumer.waiting.note_pace(request_id, seconds)
@@ -317,13 +325,11 @@ class SchedulerSide:
     def _stands_still(self) -> bool:
         """Whether requests wait to be loaded, none is being loaded, and others may wait for blocks of this engine.
 
-        A load whose prefill is under way waits too. Where another request got no blocks, it may hold those for which its prefill waits.
+        A load whose prefill is under way waits too.
         """
-        num_early = self._consumer.waiting.num_early
-        if self._consumer.waiting.num_loading > num_early:
+        if self._consumer.waiting.num_loading > self._consumer.waiting.num_early:
             return False
-        is_circle = self._producer.is_publishing and self._consumer.num_waiting > 0
-        return is_circle or (num_early > 0 and self._unserved is not None)
+        return self._producer.is_publishing and self._consumer.num_waiting > 0
 
     def _has_room(self, request: Request, num_loaded: int) -> bool:
         if self._manager is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # engine and the first words come before the first page is read.
 LEAD_FACTOR, MIN_LEAD_S = 2.0, 0.1
 # Of what is known, with each load.
-KEEP = 0.9
+KEEP = 0.5
 
 
 @dataclass(slots=True)
@@ -169,7 +169,10 @@ class WaitingRequests:
         return source in self._of_source
 
     def find_longest(self) -> str | None:
-        """The request that waits longest for its load to begin; else, of the loads that wait for their prefills, the one begun last."""
-        longest = next((name for name, waiting in self._waiting.items() if not waiting.is_loading), None)
+        """The request that waits longest for its load to begin."""
+        return next((name for name, waiting in self._waiting.items() if not waiting.is_loading), None)
+
+    def find_youngest_early(self) -> str | None:
+        """Of the loads that wait for their prefills, that of the request that has arrived last."""
         early = [name for name in self._waiting if name in self._loading and self._waiting[name].is_early]
-        return longest or next(reversed(early), None)
+        return next(reversed(early), None)

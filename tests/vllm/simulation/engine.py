@@ -203,6 +203,8 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.connector._scheduler._handshake.listen = lambda engine_metadata: self.address
         self.connector._scheduler._deadlock._clock = self.clock
+        self.connector._scheduler._stalled._clock = self.clock
+        self.connector._scheduler._producer.early._clock = self.clock
         self.connector._scheduler._admission._clock = self.clock
         following = self.connector._scheduler._consumer.following
         following._clock, following._follower = self.clock, self.make_follower()
