@@ -140,6 +140,20 @@ def test_blocks_are_taken_when_the_prefill_is_about_to_end() -> None:
     assert near(both, asked)
 
 
+def test_the_second_step_of_an_asynchronous_engine_says_nothing_of_its_pace() -> None:
+    both = Both(full(64))
+    both.decode.side.waiting._pace.note(0.1, 100)
+    both.source.early._seconds_per_token = 1 / 60
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 60, [1])
+    both.step(source, 60, [1])  # scheduled while the first is computed
+    both.hear()
+    assert not near(both, asked)
+    both.clock.now_s += 0.06  # and then each as it is computed
+    both.step(source, 60, [1])
+    assert near(both, asked)
+
+
 def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
     for has_pace, has_former in ((False, True), (True, False)):
         both = Both(full(64))

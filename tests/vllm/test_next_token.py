@@ -133,7 +133,7 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
         assert engine.allocate_slots(asked, len(tokens) - asked.num_computed_tokens)
         free.append(engine.block_pool.get_num_free_blocks())
         assert free[0] - free[1] <= blocks_to_load(groups(*specs), cached + external)
-        assert free[1] - free[2] <= blocks_to_compute(groups(*specs), cached + external, len(tokens))
+        assert free[1] - free[2] <= blocks_to_compute(groups(*specs), cached + external, len(tokens)).num_blocks
     else:
         assert engine.allocate_slots(asked, len(tokens) - cached, cached, found)
         asked.num_computed_tokens = cached

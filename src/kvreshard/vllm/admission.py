@@ -33,9 +33,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 # Other reasons for which vLLM lets a load wait (the output of an encoder is on its way) pass within this time.
 PATIENCE_S = 1.0
+
+
+class WantedBlocks(NamedTuple):
+    """Blocks that a loaded request may yet want, and how many of them vLLM may not have counted."""
+
+    num_blocks: int
+    num_uncounted: int
 
 
 class Admission:
@@ -46,7 +54,7 @@ class Admission:
         self._failed: set[str] = set()
         self._behind: set[str] = set()
         # Blocks that requests may yet want which have been given blocks for a load, and are not computed.
-        self._wanted: dict[str, int] = {}
+        self._wanted: dict[str, WantedBlocks] = {}
         self._candidate: str | None = None
         self._loads_wait = self._is_looking = False
         self._stuck: tuple[str, float] | None = None
@@ -61,9 +69,12 @@ class Admission:
         self._failed.add(request_id)
         self._wanted.pop(request_id, None)
 
-    def has_room(self, num_free: int, num_blocks: int, num_wanted: int) -> bool:
-        """Whether a load of `num_blocks` blocks may begin, whose request may then want some more."""
-        return not self._wanted or num_free >= num_blocks + num_wanted + sum(self._wanted.values())
+    def has_room(self, num_free: int, num_blocks: int, wanted: WantedBlocks) -> bool:
+        """Whether a load of `num_blocks` blocks may begin, whose request may then want some more. vLLM decides alone where it has counted all."""
+        all_wanted = [wanted, *self._wanted.values()]
+        if not self._wanted or not any(one.num_uncounted for one in all_wanted):
+            return True
+        return num_free >= num_blocks + sum(one.num_blocks for one in all_wanted)
 
     def puts_behind(self, request_id: str, num_external: int, *, has_room: bool = True) -> bool:
         """Whether vLLM shall skip this request for now, of which `num_external` tokens can be loaded."""
@@ -78,12 +89,12 @@ class Admission:
         self._candidate = request_id if num_external else None
         return False
 
-    def got_blocks(self, request_id: str, num_wanted: int | None = None) -> None:
-        """vLLM has given the request blocks. `num_wanted`: how many more it may want when its load has ended; None: nothing is loaded."""
+    def got_blocks(self, request_id: str, wanted: WantedBlocks | None = None) -> None:
+        """vLLM has given the request blocks. `wanted`: how many more it may want when its load has ended; None: nothing is loaded."""
         self._candidate = None
         self.end(request_id)
-        if num_wanted is not None:
-            self._wanted[request_id] = num_wanted
+        if wanted is not None:
+            self._wanted[request_id] = wanted
 
     def compute(self, request_ids: Iterable[str]) -> None:
         """These are computed in this step: they have what they want."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Shown:
     """A prefill that readers may follow. `num_listed`: pages of each group that the listener has. `step`: when its last step was scheduled,
-    and from which token on.
+    and from which token on; `num_steps`: how many there were.
     """
 
     request: Request
@@ -45,7 +45,8 @@ class _Shown:
     num_tokens: int
     has_begun: bool = False
     num_listed: dict[str, int] = field(default_factory=dict)
-    step: tuple[float, int] | None = None
+    step: tuple[float, int] = (0.0, 0)
+    num_steps: int = 0
 
 
 class EarlyPrefills:
@@ -66,7 +67,7 @@ class EarlyPrefills:
         # Transfers that readers find complete.
         self._complete: set[str] = set()
         self._shown: dict[str, _Shown] = {}
-        # Of the last prefill that had two steps.
+        # Of the last prefill that had some steps.
         self._clock, self._seconds_per_token = clock, float("nan")
 
     def hear(self, request: Request, owner: str) -> None:
@@ -129,10 +130,11 @@ class EarlyPrefills:
 
     def _expect(self, shown: _Shown, start: int, stop: int) -> float | None:
         """Seconds that a prefill will compute after a step from token `start` to `stop`, as `Answer.left_s`."""
-        now_s, step = self._clock(), shown.step
-        shown.step = now_s, start
-        if step is not None and start > step[1]:
-            self._seconds_per_token = (now_s - step[0]) / (start - step[1])
+        now_s, (before_s, before) = self._clock(), shown.step
+        shown.step, shown.num_steps = (now_s, start), shown.num_steps + 1
+        # With asynchronous scheduling the second step of an idle engine is scheduled right behind the first.
+        if shown.num_steps > 2 and start > before:
+            self._seconds_per_token = (now_s - before_s) / (start - before)
         left_s = (shown.num_tokens - stop) * self._seconds_per_token
         return None if math.isnan(left_s) else left_s
 

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreshard.kinds.assemble import NULL_PAGE
+from kvreshard.vllm.admission import WantedBlocks
 from kvreshard.vllm.versions import release
 
 NULL_BLOCK = NULL_PAGE
@@ -116,15 +117,19 @@ def blocks_to_load(groups: Iterable[CacheGroup], num_tokens: int) -> int:
     return found
 
 
-def blocks_to_compute(groups: Iterable[CacheGroup], num_loaded: int, num_tokens: int) -> int:
-    """Blocks that a loaded request may yet want until all of its `num_tokens` tokens are computed.
+def blocks_to_compute(groups: Iterable[CacheGroup], num_loaded: int, num_tokens: int) -> WantedBlocks:
+    """What a loaded request may yet want until all of its `num_tokens` tokens are computed.
 
-    vLLM keeps too few free for it (0.32.0, `Scheduler._inflight_prefill_reserved_blocks`): null blocks before a window or chunk count as held,
-    and the checkpoint of an aligned state is left out.
+    vLLM keeps too few blocks free for it (0.32.0, `Scheduler._inflight_prefill_reserved_blocks`): null blocks before a window or chunk count as
+    held, and the checkpoint of an aligned state is left out.
     """
-    pages = [group.page_tokens for group in groups if group.page_tokens is not None]
-    num_checkpoints = sum(group.is_aligned_state for group in groups)
-    return sum(-(-num_tokens // page) - -(-num_loaded // page) for page in pages) + 2 * num_checkpoints
+    num_blocks = num_uncounted = 0
+    for group in groups:
+        size = group.page_tokens
+        more = 2 * group.is_aligned_state if size is None else -(-num_tokens // size) - -(-num_loaded // size)
+        num_blocks += more
+        num_uncounted += 0 if group.is_append_only else more
+    return WantedBlocks(num_blocks, num_uncounted)
 
 
 def read_groups(kv_cache_config: Any, dcp_size: int) -> tuple[CacheGroup, ...]:

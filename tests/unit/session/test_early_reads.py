@@ -13,6 +13,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Acquire, EndpointOptions, Load
+from kvreshard.session.early_job import _Cursors
 from kvreshard.session.handshake_messages import Known
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.progress import Computed, Progress, ProgressBoard
@@ -204,6 +205,21 @@ def test_each_source_rank_counts_for_its_own_part() -> None:
     followed.go()
     assert followed.end() == ({"d"}, {})
     assert followed.is_exact()
+
+
+def test_layers_that_have_ended_are_final_and_no_other(followed: Followed) -> None:
+    load = followed.order()
+    (job,) = followed.world.dst.endpoints[0]._early._jobs.values()
+    assert job.peer is not None
+    parts = job.peer.parts.parts
+    cursors = _Cursors(parts, load.transfer.intervals, job.peer.layout)
+    layers = {part.layer for part in parts}
+    assert None not in layers
+    for num_layers in range(len(layers) + 1):
+        told = dict.fromkeys({part.src_rank for part in parts}, Progress(8, 24, num_layers))
+        expected = [24 if part.layer is not None and part.layer < num_layers else 8 for part in parts]
+        assert cursors.final(told).tolist() == expected
+    assert cursors.final({}).tolist() == [0] * len(parts)  # nothing is known
 
 
 def test_an_ordinary_load_goes_first(followed: Followed) -> None:

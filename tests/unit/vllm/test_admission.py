@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvreshard.vllm.admission import Admission, DeadlockDetector
+from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
 
 
 def test_a_failed_request_is_put_behind_once() -> None:
@@ -104,13 +104,17 @@ def test_one_gives_up_after_every_while_without_a_sign_of_life() -> None:
     assert said == [31, 61, 127]
 
 
+WANTED = WantedBlocks(2, 1)
+NOTHING = WantedBlocks(0, 0)
+
+
 def test_a_load_leaves_free_what_those_before_it_may_want() -> None:
     admission = Admission()
-    assert admission.has_room(0, 10, 2)  # nobody is before it: vLLM says whether it fits
-    admission.got_blocks("a", 2)
-    assert not admission.has_room(11, 10, 0)
-    assert admission.has_room(12, 10, 0)
-    assert not admission.has_room(12, 10, 1)
+    assert admission.has_room(0, 10, WANTED)  # nobody is before it: vLLM says whether it fits
+    admission.got_blocks("a", WANTED)
+    assert not admission.has_room(11, 10, NOTHING)
+    assert admission.has_room(12, 10, NOTHING)
+    assert not admission.has_room(12, 10, WantedBlocks(1, 0))
     assert admission.puts_behind("b", 10, has_room=False)
     assert admission.puts_behind("c", 1)  # it would overtake b, again and again
     assert not admission.puts_behind("d", 0, has_room=False)  # nothing is loaded
@@ -118,14 +122,22 @@ def test_a_load_leaves_free_what_those_before_it_may_want() -> None:
     assert not admission.puts_behind("c", 1)
 
 
+def test_vllm_decides_where_it_has_counted_all_that_is_wanted() -> None:
+    admission = Admission()
+    admission.got_blocks("a", WantedBlocks(2, 0))
+    assert admission.has_room(0, 10, WantedBlocks(3, 0))
+    assert not admission.has_room(14, 10, WantedBlocks(3, 1))
+    assert admission.has_room(15, 10, WantedBlocks(3, 1))
+
+
 @pytest.mark.parametrize("way", ["computed", "ended", "failed"])
 def test_nothing_is_left_free_for_those_that_have_what_they_want(way: str) -> None:
     admission = Admission()
-    admission.got_blocks("a", 2)
+    admission.got_blocks("a", WANTED)
     if way == "computed":
         admission.compute(["a", "x"])
     elif way == "ended":
         admission.end("a")
     else:
         admission.fail("a")
-    assert admission.has_room(0, 10, 2)
+    assert admission.has_room(0, 10, WANTED)
