@@ -186,16 +186,16 @@ class NixlAgent:
     def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
         agent = self._agent
         try:
+            sides = slice_.sides()
             if slice_.pages is None:
-                kinds = slice_.row_set.kinds
                 local, remote = (
-                    agent.get_xfer_descs(slice_.side(is_local), _SEGMENTS[kinds[not is_local]])
-                    for is_local in (True, False)
+                    agent.get_xfer_descs(side, _SEGMENTS[kind])
+                    for side, kind in zip(sides, slice_.row_set.kinds, strict=True)
                 )
                 request = agent.initialize_xfer(direction.name, local, remote, peer)
             else:
                 local, remote = self._prepared_lists(peer, slice_.row_set)
-                request = agent.make_prepped_xfer(direction.name, local, slice_.side(True), remote, slice_.side(False))
+                request = agent.make_prepped_xfer(direction.name, local, sides[0], remote, sides[1])
             state = "ERR"
             try:
                 state = agent.transfer(request)

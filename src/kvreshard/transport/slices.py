@@ -6,7 +6,7 @@ threads share it, and a thread that posts answers nobody. So:
 1. `make_rows` looks up where copies lie in the regions of both sides: one `RowSet` per pair of memory kinds, since a NIXL list has one kind.
 2. A `Cursor` hands out the next copies up to a cost as a `Slice`, without a loop over copies. Copies of a list are its rows; those of
    pages go entry by entry.
-3. `Slice.side` is NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
+3. `Slice.sides` are NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
 4. `SliceBudget` corrects the cost from the time that each post took.
 
 Raises TransportError for copies that are malformed or lie outside the regions.
@@ -61,8 +61,8 @@ class RowSet(msgspec.Struct, frozen=True, eq=False):
     counts: tuple[int, int]
 
 
-Pages = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""Local and remote page ids."""
+Pages = NDArray[np.int32]
+"""Local and remote page ids, shape (2, n)."""
 
 
 class Slice(msgspec.Struct, frozen=True, eq=False):
@@ -77,15 +77,17 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return self.stop - self.first
 
-    def side(self, is_local: bool) -> Rows | NDArray[np.int32]:
-        """Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
+    def sides(self) -> tuple[Rows | NDArray[np.int32], Rows | NDArray[np.int32]]:
+        """Local and remote. Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
         if self.pages is None:
-            return (self.row_set.local if is_local else self.row_set.remote)[self.first : self.stop]
-        side = 0 if is_local else 1
-        page, count = self.pages[side], self.row_set.counts[side]
-        low, high = self.first // len(page), -(-self.stop // len(page))
-        index = np.add.outer(np.arange(low * count, high * count, count, dtype=np.int32), page)
-        return index.reshape(-1)[self.first - low * len(page) : self.stop - low * len(page)]
+            return self.row_set.local[self.first : self.stop], self.row_set.remote[self.first : self.stop]
+        num_pages = self.pages.shape[1]
+        low, high = self.first // num_pages, -(-self.stop // num_pages)
+        entries = np.arange(low, high, dtype=np.int32)[:, None] * np.array(self.row_set.counts, np.int32)[:, None, None]
+        index = (entries + self.pages[:, None, :]).reshape(2, -1)[
+            :, self.first - low * num_pages : self.stop - low * num_pages
+        ]
+        return index[0], index[1]
 
 
 class Cursor:
@@ -95,7 +97,7 @@ class Cursor:
 
     def __init__(self, row_set: Sequence[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
         self._left = list(row_set) if pages is None or len(pages[0]) else []
-        self._pages = None if pages is None else (pages[0].astype(np.int32), pages[1].astype(np.int32))
+        self._pages = None if pages is None else np.array(pages, dtype=np.int32)
         self._next = 0
 
     @property
@@ -110,7 +112,7 @@ class Cursor:
     def take(self, budget_bytes: int) -> Slice:
         """The next copies whose cost together stays within the budget, at least one. Not when exhausted."""
         row_set, first = self._left[0], self._next
-        costs, num_pages = row_set.costs, 1 if self._pages is None else len(self._pages[0])
+        costs, num_pages = row_set.costs, 1 if self._pages is None else self._pages.shape[1]
         end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
         row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
         stop = row * num_pages

@@ -45,7 +45,7 @@ def many(count: int = 1000) -> CopyList:
 
 
 def rows(slices: list[Slice], is_local: bool) -> NDArray[np.uint64]:
-    return np.concatenate([piece.side(is_local) for piece in slices])
+    return np.concatenate([piece.sides()[not is_local] for piece in slices])
 
 
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
@@ -76,10 +76,10 @@ def test_a_large_piece_is_cut() -> None:
     (piece,) = row_set(CopyList.of([2**50 + 1, 2**50 + 2**40], [7, 2**30], [size, 9]))
     steps = [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES, 3 * MAX_COPY_BYTES]
     sizes = [MAX_COPY_BYTES] * 3 + [5, 9]
-    assert piece.side(True).tolist() == [
+    assert piece.sides()[0].tolist() == [
         [at, n, 0] for at, n in zip([*(7 + s for s in steps), 2**30], sizes, strict=True)
     ]
-    assert piece.side(False)[:, 0].tolist() == [*(2**50 + 1 + s for s in steps), 2**50 + 2**40]
+    assert piece.sides()[1][:, 0].tolist() == [*(2**50 + 1 + s for s in steps), 2**50 + 2**40]
 
 
 def test_a_piece_across_regions_is_refused_also_where_it_is_cut_at_their_border() -> None:
@@ -93,10 +93,10 @@ def test_memory_kinds_are_not_mixed() -> None:
     slices = row_set(copies, 2**40)
     found = {piece.row_set.kinds: piece for piece in slices}
     assert len(slices) == len(found) == 4
-    assert found["cuda", "cuda"].side(True).tolist() == [[2**41 + 9, 4, 3]]
-    assert found["cuda", "cuda"].side(False).tolist() == [[2**52 + 5, 4, 1]]
-    assert found["cpu", "cuda"].side(False).tolist() == [[2**52, 3, 1]]
-    assert found["cuda", "cpu"].side(False).tolist() == [[2**50 + 5, 2, 0]]
+    assert found["cuda", "cuda"].sides()[0].tolist() == [[2**41 + 9, 4, 3]]
+    assert found["cuda", "cuda"].sides()[1].tolist() == [[2**52 + 5, 4, 1]]
+    assert found["cpu", "cuda"].sides()[1].tolist() == [[2**52, 3, 1]]
+    assert found["cuda", "cpu"].sides()[1].tolist() == [[2**50 + 5, 2, 0]]
 
 
 def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
@@ -156,8 +156,8 @@ def test_slices_of_pages_have_every_entry_of_every_pair_once(budget_copies: int 
     while not cursor.exhausted:
         budget = int(rng.choice([1, 7, 21, 45, 62])) if budget_copies is None else budget_copies
         piece = cursor.take(budget * (4096 + 32 + DESCRIPTOR_COST_BYTES))
-        local += piece.side(True).tolist()
-        remote += piece.side(False).tolist()
+        local += piece.sides()[0].tolist()
+        remote += piece.sides()[1].tolist()
     assert local == [entry * 50 + here for entry in range(5) for here in dst.tolist()]
     assert remote == [entry * 60 + there for entry in range(5) for there in src.tolist()]
 
