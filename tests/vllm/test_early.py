@@ -123,7 +123,7 @@ def near(both: Both, asked: Any) -> bool:
 
 def test_blocks_are_taken_when_the_prefill_is_about_to_end() -> None:
     both = Both(full(64))
-    both.decode.side.waiting._pace.note(0.1, 100)  # 2 * 0.3 + 0.1 s before the end
+    both.decode.side.waiting._pace.note(0.03, 100)  # 2 * 0.09 + 0.5 s before the end
     both.source.early._seconds_per_token = 1 / 60  # of a former prefill
     asked, source = both.arrive(), both.prefill()
     both.step(source, 60, [1])
@@ -142,7 +142,7 @@ def test_blocks_are_taken_when_the_prefill_is_about_to_end() -> None:
 
 def test_the_second_step_of_an_asynchronous_engine_says_nothing_of_its_pace() -> None:
     both = Both(full(64))
-    both.decode.side.waiting._pace.note(0.1, 100)
+    both.decode.side.waiting._pace.note(0.03, 100)
     both.source.early._seconds_per_token = 1 / 60
     asked, source = both.arrive(), both.prefill()
     both.step(source, 60, [1])
@@ -158,7 +158,7 @@ def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
     for has_pace, has_former in ((False, True), (True, False)):
         both = Both(full(64))
         if has_pace:
-            both.decode.side.waiting._pace.note(0.1, 100)
+            both.decode.side.waiting._pace.note(0.03, 100)
         both.source.early._seconds_per_token = 1.0 if has_former else float("nan")
         asked, source = both.arrive(), both.prefill()
         both.step(source, 60, [1])
@@ -168,7 +168,7 @@ def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
 
 def test_a_prefill_that_becomes_slower_does_not_take_the_blocks_back() -> None:
     both = Both(full(64))
-    both.decode.side.waiting._pace.note(0.1, 100)
+    both.decode.side.waiting._pace.note(0.03, 100)
     both.source.early._seconds_per_token = 0.001
     asked, source = both.arrive(), both.prefill()
     both.step(source, 60, [1])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A load begins when its prefill has this many times as long to go as reading takes, and a little more: both are estimates, and a step of the
 # engine and the first words come before the first page is read.
-LEAD_FACTOR, MIN_LEAD_S = 2.0, 0.1
+LEAD_FACTOR, MIN_LEAD_S = 2.0, 0.5
 # Of what is known, with each load.
 KEEP = 0.5
 
