@@ -45,6 +45,12 @@ class WantedBlocks(NamedTuple):
     num_blocks: int
     num_uncounted: int
 
+    def plus(self, other: WantedBlocks, times: int) -> WantedBlocks:
+        """So many times another beside it."""
+        return WantedBlocks(
+            self.num_blocks + times * other.num_blocks, self.num_uncounted + times * other.num_uncounted
+        )
+
 
 class Admission:
     """Order in which one engine admits requests, by request id."""
@@ -53,8 +59,9 @@ class Admission:
         self._clock = clock
         self._failed: set[str] = set()
         self._behind: set[str] = set()
-        # Blocks that requests may yet want which have been given blocks for a load, and are not computed.
+        # Of requests that have been given blocks for a load, and are not computed: what they may yet want, and all of it together.
         self._wanted: dict[str, WantedBlocks] = {}
+        self._all_wanted = WantedBlocks(0, 0)
         self._candidate: str | None = None
         self._loads_wait = self._is_looking = False
         self._stuck: tuple[str, float] | None = None
@@ -67,14 +74,13 @@ class Admission:
     def fail(self, request_id: str) -> None:
         """The load of a request that goes on has failed."""
         self._failed.add(request_id)
-        self._wanted.pop(request_id, None)
+        self._has_all(request_id)
 
     def has_room(self, num_free: int, num_blocks: int, wanted: WantedBlocks) -> bool:
         """Whether a load of `num_blocks` blocks may begin, whose request may then want some more. vLLM decides alone where it has counted all."""
-        all_wanted = [wanted, *self._wanted.values()]
-        if not self._wanted or not any(one.num_uncounted for one in all_wanted):
+        if not self._wanted or not wanted.num_uncounted + self._all_wanted.num_uncounted:
             return True
-        return num_free >= num_blocks + sum(one.num_blocks for one in all_wanted)
+        return num_free >= num_blocks + wanted.num_blocks + self._all_wanted.num_blocks
 
     def puts_behind(self, request_id: str, num_external: int, *, has_room: bool = True) -> bool:
         """Whether vLLM shall skip this request for now, of which `num_external` tokens can be loaded."""
@@ -95,17 +101,24 @@ class Admission:
         self.end(request_id)
         if wanted is not None:
             self._wanted[request_id] = wanted
+            self._all_wanted = self._all_wanted.plus(wanted, 1)
 
     def compute(self, request_ids: Iterable[str]) -> None:
         """These are computed in this step: they have what they want."""
-        for request_id in request_ids:
-            self._wanted.pop(request_id, None)
+        for request_id in self._wanted.keys() & request_ids if self._wanted else ():
+            self._has_all(request_id)
 
     def end(self, request_id: str) -> None:
         """The request has ended, or needs no special care any more."""
         self._failed.discard(request_id)
         self._behind.discard(request_id)
-        self._wanted.pop(request_id, None)
+        self._has_all(request_id)
+
+    def _has_all(self, request_id: str) -> None:
+        """A request has what it wants, or wants nothing any more."""
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None:
+            self._all_wanted = self._all_wanted.plus(wanted, -1)
 
     def step(self, *, is_pool_free: bool) -> str | None:
         """End an engine step. Returns the load that will never get blocks, if any. `is_pool_free`: no request holds blocks."""

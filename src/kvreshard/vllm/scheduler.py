@@ -166,9 +166,8 @@ class SchedulerSide:
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None if that is not known yet: vLLM goes on with the next request."""
         count = self._consumer.count_loadable(request, num_computed)
-        is_behind = self._admission.puts_behind(
-            request.request_id, count or 0, has_room=self._has_room(request, num_computed + (count or 0))
-        )
+        has_room = not count or self._has_room(request, num_computed + count)
+        is_behind = self._admission.puts_behind(request.request_id, count or 0, has_room=has_room)
         if is_behind or count is None:
             return None
         reason = self._consumer.missing_items.why_refused(request, num_computed, count)

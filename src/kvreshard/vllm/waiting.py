@@ -93,7 +93,8 @@ class WaitingRequests:
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
         self._of_source: dict[Source, set[str]] = {}
-        self.max_early_blocks, self._pace = 0, TransferPace()
+        self.max_early_blocks, self._num_early_blocks = 0, 0
+        self._pace = TransferPace()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
@@ -126,8 +127,7 @@ class WaitingRequests:
             return True
         num_tokens = waiting.prefill.num_tokens
         wanted = sum(-(-num_tokens // group.page_tokens) for group in self._groups if group.page_tokens)
-        held = sum(self._waiting[request_id].num_blocks for request_id in self._loading)
-        if held + wanted > self.max_early_blocks or self._following is None:
+        if self._num_early_blocks + wanted > self.max_early_blocks or self._following is None:
             return False
         return self._following.is_near(waiting.request.request_id, self._pace.lead_s(waiting.num_missing))
 
@@ -152,6 +152,7 @@ class WaitingRequests:
         waiting = self._waiting[request_id]
         waiting.is_loading = True
         waiting.num_blocks = num_blocks if waiting.is_early else 0
+        self._num_early_blocks += waiting.num_blocks
         self._loading.add(request_id)
 
     def forget(self, request_id: str) -> Waiting | None:
@@ -159,6 +160,7 @@ class WaitingRequests:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._loading.discard(request_id)
+            self._num_early_blocks -= waiting.num_blocks
             self._of_source[waiting.source].discard(request_id)
             if not self._of_source[waiting.source]:
                 del self._of_source[waiting.source]
