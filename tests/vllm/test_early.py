@@ -166,6 +166,21 @@ def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
         assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
 
 
+@pytest.mark.parametrize("left_s", [float("nan"), float("inf"), 1e300])
+def test_a_source_whose_end_is_never_near_is_read_when_it_has_ended(left_s: float) -> None:
+    both = Both(full(64))
+    both.decode.side.waiting._pace.note(0.03, 100)
+    both.source.early._expect = lambda *step: left_s  # type: ignore[method-assign]
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert not near(both, asked)
+    source.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    both.source.finish(source, [[1, 2, 3, 4, 5]])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
+
+
 def test_a_prefill_that_becomes_slower_does_not_take_the_blocks_back() -> None:
     both = Both(full(64))
     both.decode.side.waiting._pace.note(0.03, 100)
