@@ -61,3 +61,13 @@ def test_an_id_that_comes_back_counts_anew() -> None:
 
 def test_engines_that_step_together_never_wait() -> None:
     assert not is_idle(scheduler(may_be_idle=False), [], [])
+
+
+def test_a_load_that_is_put_off_for_want_of_room_lacks_blocks() -> None:
+    """Those before it may be early loads whose prefills wait for what this one would give back."""
+    side = scheduler()
+    side._consumer.count_loadable = lambda request, num_computed: 10
+    side._has_room = lambda request, num_loaded: False
+    asked: Any = SimpleNamespace(request_id="r")
+    assert side.count_loadable(asked, 0) is None
+    assert side._lacks_blocks

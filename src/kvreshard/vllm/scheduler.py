@@ -168,6 +168,7 @@ class SchedulerSide:
         count = self._consumer.count_loadable(request, num_computed)
         has_room = not count or self._has_room(request, num_computed + count)
         is_behind = self._admission.puts_behind(request.request_id, count or 0, has_room=has_room)
+        self._lacks_blocks |= not has_room
         if is_behind or count is None:
             return None
         reason = self._consumer.missing_items.why_refused(request, num_computed, count)
