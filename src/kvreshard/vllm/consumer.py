@@ -265,14 +265,12 @@ class Consumer:
     def give_up_longest(self) -> Iterator[Command]:
         """Compute the request that waits longest here, since engines may wait for one another (`admission`)."""
         longest = self.waiting.find_longest()
-        if longest is not None:
-            yield from self.give_up(longest, "deadlock")
+        return iter(()) if longest is None else self.give_up(longest, "deadlock")
 
     def give_up_early(self) -> Iterator[Command]:
         """End the load that has begun last of those whose prefills are under way: others need its blocks."""
         youngest = self.waiting.find_youngest_early()
-        if youngest is not None:
-            yield Cancel(youngest)
+        return iter(()) if youngest is None else iter([Cancel(youngest)])
 
     def give_up(self, request_id: str, cause: str, text: str = "") -> Iterator[Command]:
         """Compute a request here that waits for its load, and release its source. `text`: what is known of the cause."""
