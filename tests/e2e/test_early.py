@@ -39,9 +39,8 @@ def early_bytes(engine: Engine) -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", rows())
 def test_row(case: Case, nursery: Nursery) -> None:
-    if (
-        MODELS[case.model].draft != "mtp"
-    ):  # with an MTP draft vLLM 0.32 stands still on CPUs where a prompt has several chunks
+    # With an MTP draft vLLM 0.32 stands still on CPUs where a prompt has several chunks.
+    if MODELS[case.model].draft != "mtp":
         chunked = replace(case.prefill, arguments=(*case.prefill.arguments, ("max_num_batched_tokens", CHUNK_TOKENS)))
         case = replace(case, prefill=chunked)
     for spec in list(nursery.engines):

@@ -18,15 +18,19 @@ from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.request import RequestStatus
 
-from kvreshard.session.commands import Acquire, Cancel, Load, Renew, Revoke
+from kvreshard.session.commands import Acquire, Cancel, Load, Renew, Results, Revoke
 from kvreshard.session.progress import Computed
+from kvreshard.session.pull import Moved
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.vllm import idle
 from kvreshard.vllm.following import Following
 from kvreshard.vllm.idle import Idle, find_arrivals
+from kvreshard.vllm.options import read_options
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.sources import SourceHosts
+from kvreshard.vllm.step_metadata import ReshardWorkerMetadata
 from kvreshard.vllm.waiting import LEAD_FACTOR, MIN_LEAD_S, TransferPace
+from kvreshard.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +84,9 @@ def test_a_load_begins_while_the_prompt_is_computed() -> None:
     assert both.decode.side.count_loadable(asked, 0) is None
     assert both.hear() == []
     source = both.prefill()
-    assert both.step(source, 100, [1, 2]) == [Computed(0, both.source._leases.find("p-1").word, 0, 100)]  # type: ignore[union-attr]
+    lease = both.source._leases.find("p-1")
+    assert lease is not None
+    assert both.step(source, 100, [1, 2]) == [Computed(0, lease.word, 0, 100)]
     (renew,) = both.hear()
     assert isinstance(renew, Renew)
     assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
@@ -167,10 +173,12 @@ def test_a_load_begins_at_once_where_nobody_knows_how_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize("left_s", [float("nan"), float("inf"), 1e300])
-def test_a_source_whose_end_is_never_near_is_read_when_it_has_ended(left_s: float) -> None:
+def test_a_source_whose_end_is_never_near_is_read_when_it_has_ended(
+    left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = Both(full(64))
     both.decode.side.waiting._pace.note(0.03, 100)
-    both.source.early._expect = lambda *step: left_s  # type: ignore[method-assign]
+    monkeypatch.setattr(both.source.early, "_expect", lambda *step: left_s)
     asked, source = both.arrive(), both.prefill()
     both.step(source, 300, [1, 2, 3, 4, 5])
     both.hear()
@@ -233,6 +241,8 @@ def test_engines_that_wait_for_one_another_go_on(monkeypatch: pytest.MonkeyPatch
         try:
             world.run(20, ticks_between=4)
             assert world.num_early > 0
+            waits = [engine.connector._scheduler._consumer.waiting for engine in world.by_name.values()]
+            assert any(one._pace.lead_s(1) < float("inf") for one in waits), "no load has told how long it took"
         finally:
             world.close()
 
@@ -438,3 +448,17 @@ def test_the_pace_is_that_of_the_last_loads() -> None:
     assert pace.lead_s(1000) == pytest.approx(LEAD_FACTOR * 1.0 + MIN_LEAD_S, rel=0.01)
     pace.note(0.004, 2)  # a short one takes longer for each token, and counts for little
     assert pace.lead_s(1000) == pytest.approx(LEAD_FACTOR * 1.0 + MIN_LEAD_S, rel=0.01)
+
+
+def test_a_rank_tells_how_long_it_has_read() -> None:
+    """Before the end of the prefill and behind it. A rank that had nothing to read says nothing of the pace."""
+    rank = WorkerSide(None, None, "d", read_options({}))
+    early = Moved(100, 100, 1, 0, 0.0, 0.25, num_early_bytes=60, early_s=1.5)
+    rank._note(
+        Results(received={"early": early, "later": Moved(9, 9, 1, 0, 0.0, 0.5), "none": Moved(0, 0, 0, 0, 0.0, 0.1)})
+    )
+    told = rank.take_metadata()
+    assert told is not None
+    assert told.reading_s == {"early": 1.75, "later": 0.5}
+    slower = ReshardWorkerMetadata(reading_s={"later": 0.75, "other": 1.0})
+    assert told.aggregate(slower).reading_s == {"early": 1.75, "later": 0.75, "other": 1.0}

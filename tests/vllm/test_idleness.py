@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvreshard.vllm.admission import Admission, DeadlockDetector
+from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
 from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.scheduler import DelayedLoads, SchedulerSide
 from kvreshard.vllm.step_metadata import ReshardMetadata
@@ -71,3 +71,19 @@ def test_a_load_that_is_put_off_for_want_of_room_lacks_blocks() -> None:
     asked: Any = SimpleNamespace(request_id="r")
     assert side.count_loadable(asked, 0) is None
     assert side._lacks_blocks
+
+
+def test_a_request_that_is_preempted_lacks_blocks() -> None:
+    side = scheduler()
+    side.take_metadata({"r": 1}, [])
+    assert not side._lacks_blocks
+    side.take_metadata({}, [], ["r"])
+    assert side._lacks_blocks
+
+
+def test_a_request_that_is_computed_has_what_it_wants() -> None:
+    side = scheduler()
+    side._admission.got_blocks("r", WantedBlocks(2, 2))
+    assert not side._admission.has_room(10, 10, WantedBlocks(0, 0))
+    side.take_metadata({"r": 1}, [])
+    assert side._admission.has_room(10, 10, WantedBlocks(0, 0))

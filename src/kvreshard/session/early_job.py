@@ -146,7 +146,7 @@ class EarlyJob(Job):
     _num_copies: int = 0
     _staged_bytes: int = 0
     _final_s: float | None = None
-    _reading_s: float = 0.0
+    _early_s: float = 0.0
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -251,7 +251,8 @@ class EarlyJob(Job):
                 if error is not None:
                     raise error
             if busy_since_s is not None and not in_flight:
-                self._reading_s += peer.mover.clock() - busy_since_s
+                until_s = peer.mover.clock() if self._final_s is None else self._final_s
+                self._early_s += max(0.0, until_s - busy_since_s)
                 busy_since_s = None
             if self._is_over:
                 while in_flight:
@@ -347,8 +348,7 @@ class EarlyJob(Job):
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
         mover, note, transfer = peer.mover, self.observer.noted, self.load.transfer
         self.state = "transferring"
-        rest_since_s = mover.clock()
-        started_s = self._final_s = rest_since_s if self._final_s is None else self._final_s
+        started_s = self._final_s = mover.clock() if self._final_s is None else self._final_s
         whole = Request(self._life.tables, transfer.dst_tables, transfer.intervals, transfer.dst_new_pages)
         check_request(peer.route, whole)
         self.load = replace(self.load, transfer=whole, lease=self._life.lease)
@@ -374,10 +374,9 @@ class EarlyJob(Job):
             raise error
         num_bytes, num_early = self._num_bytes, self._early_bytes
         note("read", f"{num_bytes} bytes, {num_early} of them early; the lease held on every rank that was read")
-        ended_s = mover.clock()
-        total_s, reading_s = ended_s - started_s, self._reading_s + ended_s - rest_since_s
+        total_s = mover.clock() - started_s
         moved = Moved(num_bytes, num_bytes, self._num_copies, self._staged_bytes, 0.0, total_s, num_zeroed)
-        return replace(moved, num_early_bytes=num_early, reading_s=reading_s)
+        return replace(moved, num_early_bytes=num_early, early_s=self._early_s)
 
     def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
@@ -394,5 +393,5 @@ class EarlyJob(Job):
         self.load = replace(self.load, lease=self._life.lease)
         self._progress, self._is_over, self._final_s = {}, False, None
         self._num_bytes = self._early_bytes = self._num_copies = self._staged_bytes = 0
-        self._reading_s = 0.0
+        self._early_s = 0.0
         cursors.forget()

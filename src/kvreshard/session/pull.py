@@ -57,8 +57,7 @@ class Moved:
 
     `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `num_zeroed_bytes` of new
     pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total. `num_early_bytes` arrived before
-    the prefill had ended; `total_s` is from that end on. `reading_s`: of it and of what was
-    read before, without the time that was waited for the prefill; 0 where nothing was read early.
+    the prefill had ended, and took `early_s` to read; `total_s` is from that end on.
     """
 
     num_bytes: int
@@ -70,7 +69,7 @@ class Moved:
     num_zeroed_bytes: int = 0
     post_s: float = 0.0
     num_early_bytes: int = 0
-    reading_s: float = 0.0
+    early_s: float = 0.0
 
 
 Steps = Generator[Transfer | float | None, None, Moved]

@@ -83,21 +83,14 @@ class Rendezvous:
             self.has_changed = True
             return True
 
-    def extend(self, transfer: str, word: int, pages: Mapping[str, Sequence[int]]) -> None:
-        """The prefill under a lease word has got pages, appended to those it has."""
+    def extend(self, transfer: str, word: int, pages: Mapping[str, Sequence[int]], left_s: float | None = None) -> None:
+        """A step begins of the prefill under a lease word. It has got pages, appended to those it has; `left_s`: see `Answer`."""
         with self._lock:
             prefill = self._prefills.get(transfer)
             shown = None if prefill is None else prefill.statement
             if prefill is not None and shown is not None and shown.word == word:
                 for name, ids in pages.items():
                     prefill.pages.setdefault(name, []).extend(ids)
-                self.has_changed = True
-
-    def expect(self, transfer: str, word: int, left_s: float | None) -> None:
-        """The prefill under a lease word is expected to compute for so long after the step that begins now; None: nobody knows."""
-        with self._lock:
-            prefill = self._prefills.get(transfer)
-            if prefill is not None and prefill.statement is not None and prefill.statement.word == word:
                 prefill.left_s = left_s
                 self.has_changed = True
 

@@ -186,16 +186,15 @@ class NixlAgent:
     def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
         agent = self._agent
         try:
-            sides = slice_.sides()
+            local_side, remote_side = slice_.sides()
             if slice_.pages is None:
-                local, remote = (
-                    agent.get_xfer_descs(side, _SEGMENTS[kind])
-                    for side, kind in zip(sides, slice_.row_set.kinds, strict=True)
-                )
+                local_kind, remote_kind = slice_.row_set.kinds
+                local = agent.get_xfer_descs(local_side, _SEGMENTS[local_kind])
+                remote = agent.get_xfer_descs(remote_side, _SEGMENTS[remote_kind])
                 request = agent.initialize_xfer(direction.name, local, remote, peer)
             else:
                 local, remote = self._prepared_lists(peer, slice_.row_set)
-                request = agent.make_prepped_xfer(direction.name, local, sides[0], remote, sides[1])
+                request = agent.make_prepped_xfer(direction.name, local, local_side, remote, remote_side)
             state = "ERR"
             try:
                 state = agent.transfer(request)

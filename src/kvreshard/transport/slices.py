@@ -84,10 +84,9 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
         num_pages = self.pages.shape[1]
         low, high = self.first // num_pages, -(-self.stop // num_pages)
         entries = np.arange(low, high, dtype=np.int32)[:, None] * np.array(self.row_set.counts, np.int32)[:, None, None]
-        index = (entries + self.pages[:, None, :]).reshape(2, -1)[
-            :, self.first - low * num_pages : self.stop - low * num_pages
-        ]
-        return index[0], index[1]
+        local, remote = (entries + self.pages[:, None, :]).reshape(2, -1)
+        own = slice(self.first - low * num_pages, self.stop - low * num_pages)
+        return local[own], remote[own]
 
 
 class Cursor:

@@ -6,8 +6,8 @@ Four things in vLLM 0.32.0 (`Scheduler.schedule`) can stop an engine for ever:
   that queue hold, vLLM does not schedule any request behind it.
 - Its blocks stay reserved (`_inflight_prefills`). Under `--scheduling-policy priority` a request with a load may come before it, not fit
   beside the reservation, and end the search. vLLM then never reaches the request that holds the reservation.
-- Of a load that has ended vLLM may have kept fewer blocks free than the request wants when it is computed (`groups.blocks_to_compute`). If
-  another load holds them, and has ended behind it, vLLM does not reach that one.
+- A loaded request may want more blocks than vLLM has kept free for it (`groups.blocks_to_compute`). If a loaded request behind it holds them,
+  neither goes on: vLLM does not look behind a request that gets no blocks.
 - A load must fit together with what drafts need in a step, a prompt without. A pool that has room for the largest prompt may have
   none for its load.
 
@@ -24,9 +24,9 @@ Engines that prefill and decode (`kv_both`) can also wait for one another in a c
 others, while the others wait for blocks that are held in the same way. Readers that wait renew their leases, so no lease runs out.
 `DeadlockDetector` finds that from within one engine.
 
-Early loads hold blocks while their prefills are computed. A prefill may wait for blocks that are held, in turn, for requests behind the ones that
-the early load leaves without: they are preempted again and again, or get none. Where no early load has gone on for the same time, the
-youngest is given up.
+Early loads hold blocks while their prefills are computed, and can be part of a circle too. A request here gets no blocks beside the early load, or is
+preempted again and again. Those behind it wait, and so does their source, whose blocks the prefill needs. If a request lacks blocks and no
+early load has gone on for the patience of the detector, the early load of the youngest request is given up.
 """
 
 from __future__ import annotations

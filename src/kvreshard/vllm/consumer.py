@@ -268,7 +268,7 @@ class Consumer:
         return iter(()) if longest is None else self.give_up(longest, "deadlock")
 
     def give_up_early(self) -> Iterator[Command]:
-        """End the load that has begun last of those whose prefills are under way: others need its blocks."""
+        """Of the loads whose prefills are under way, end that of the request that has arrived last: others need its blocks."""
         youngest = self.waiting.find_youngest_early()
         return iter(()) if youngest is None else iter([Cancel(youngest)])
 

@@ -7,7 +7,7 @@ A router gives both engines a `transfer_id` and does not wait for the prefill.
 3. Each step that computes it: the listener gets its new pages, the ranks the tokens before and after the step (`Computed`). What is final
    after the step is known when it is scheduled, so it does not matter how many steps are under way. Blocks of a prefix hit are final after
    the request's own first step: a step under way may still write them. The listener also learns for how long the prefill will compute after
-   this step, at the pace of the last one: readers need not allocate blocks long before.
+   this step, at the pace of the last one, so that readers allocate blocks shortly before its end.
 4. It is preempted: its lease ends, and it begins again under another one. It finishes: the listener gets the block tables of all groups.
 
 Of several choices of one request the first that is scheduled is shown.
@@ -93,8 +93,8 @@ class EarlyPrefills:
             start = min(int(shown.request.num_computed_tokens), shown.num_tokens)
             stop = min(int(shown.request.num_computed_tokens) + num_scheduled[request_id], shown.num_tokens)
             if (shown.has_begun or self._begin(shown)) and stop > start:
-                self._list_pages(shown, manager)
-                self._rendezvous.expect(shown.transfer, shown.lease.word, self._expect(shown, start, stop))
+                left_s = self._expect(shown, start, stop)
+                self._rendezvous.extend(shown.transfer, shown.lease.word, self._new_pages(shown, manager), left_s)
                 yield Computed(shown.lease.slot, shown.lease.word, start, stop)
 
     def preempt(self, request_id: str) -> None:
@@ -138,8 +138,8 @@ class EarlyPrefills:
         left_s = (shown.num_tokens - stop) * self._seconds_per_token
         return None if math.isnan(left_s) else left_s
 
-    def _list_pages(self, shown: _Shown, manager: KVCacheManager) -> None:
-        """vLLM appends blocks to those that a request has (0.32.0, `SingleTypeKVCacheManager.req_to_blocks`)."""
+    def _new_pages(self, shown: _Shown, manager: KVCacheManager) -> Mapping[str, list[int]]:
+        """Those that the listener does not have, by group. vLLM appends blocks to those that a request has (0.32.0, `SingleTypeKVCacheManager.req_to_blocks`)."""
         new: dict[str, list[int]] = {}
         for group in self._groups:
             held = manager.coordinator.single_type_managers[group.index].req_to_blocks[shown.request.request_id]
@@ -147,8 +147,7 @@ class EarlyPrefills:
             if len(held) > known:
                 new[group.name] = [block.block_id for block in held[known:]]
                 shown.num_listed[group.name] = len(held)
-        if new:
-            self._rendezvous.extend(shown.transfer, shown.lease.word, new)
+        return new
 
 
 def _state(prefill: RemotePrefill, *, is_complete: bool) -> Statement:

@@ -15,6 +15,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 
 from kvreshard.vllm.consumer import Consumer
 
@@ -64,10 +65,10 @@ def find_arrivals() -> Callable[[], bool] | None:
 
     None where it has no such queue: it runs in the process of its user.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = getattr(frame.f_locals.get("self"), "input_queue", None)
         if isinstance(found, queue.Queue):
             return lambda: not found.empty()
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Publish
 from kvreshard.session.engine_metadata import encode_engine_metadata
-from kvreshard.vllm.admission import Admission, DeadlockDetector
+from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.following import Following
@@ -114,7 +114,7 @@ class SchedulerSide:
         self._quarantine = Quarantine()
         self._admission, self._idle = Admission(), Idle()
         self._deadlock = DeadlockDetector(options.kv_lease_duration)
-        # Whether a request lacked blocks since an early load has gone on, or one was given up.
+        # Whether a request has lacked blocks since an early load went on or was given up.
         self._stalled, self._lacks_blocks = DeadlockDetector(options.kv_lease_duration), False
         self._manager: KVCacheManager | None = None
         self._has_draft = has_draft(vllm_config)
@@ -181,10 +181,10 @@ class SchedulerSide:
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """vLLM has allocated blocks."""
-        waiting, wanted = self._consumer.waiting.get(request.request_id), None
+        waiting = self._consumer.waiting.get(request.request_id)
+        wanted = None
         if waiting is not None and num_external:
-            num_loaded = waiting.num_computed + num_external
-            wanted = blocks_to_compute(self._config.groups, num_loaded, int(request.num_tokens))
+            wanted = self._wanted(request, waiting.num_computed + num_external)
         self._admission.got_blocks(request.request_id, wanted)
         self._unserved = None
         self._add(self._producer.schedule(request))
@@ -256,7 +256,8 @@ class SchedulerSide:
             self._expired |= meta.expired
             if meta.has_advanced:
                 self._deadlock.step(False)
-                self._lacks_blocks = self._stalled.step(False)
+                self._stalled.step(False)
+                self._lacks_blocks = False
             self._log_unmet(meta.unmet)
             for request_id, seconds in meta.reading_s.items():
                 self._consumer.waiting.note_pace(request_id, seconds)
@@ -334,12 +335,12 @@ class SchedulerSide:
     def _has_room(self, request: Request, num_loaded: int) -> bool:
         if self._manager is None:
             return True
-        groups = self._config.groups
-        return self._admission.has_room(
-            int(self._manager.block_pool.get_num_free_blocks()),
-            blocks_to_load(groups, num_loaded),
-            blocks_to_compute(groups, num_loaded, int(request.num_tokens)),
-        )
+        num_free = int(self._manager.block_pool.get_num_free_blocks())
+        num_blocks = blocks_to_load(self._config.groups, num_loaded)
+        return self._admission.has_room(num_free, num_blocks, self._wanted(request, num_loaded))
+
+    def _wanted(self, request: Request, num_loaded: int) -> WantedBlocks:
+        return blocks_to_compute(self._config.groups, num_loaded, int(request.num_tokens))
 
     def _log_unmet(self, unmet: Mapping[str, Failure]) -> None:
         for request_id, failure in unmet.items():

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from kvreshard.session.commands import Failure
 from kvreshard.vllm.following import Following
-from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.groups import CacheGroup, blocks_to_load
 from kvreshard.vllm.params import RemotePrefill
 from kvreshard.vllm.sources import Source
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# A load begins when its prefill has this many times as long to go as reading takes, and a little more: both are estimates, and a step of the
-# engine and the first words come before the first page is read.
+# An early load begins so many times its reading time before the end of its prefill, since both are estimates, and so many seconds: a step of
+# the engine and the first progress words come before the first page is read.
 LEAD_FACTOR, MIN_LEAD_S = 2.0, 0.5
-# Of what is known, with each load.
-KEEP = 0.5
+# Each load counts for twice as much as the one before it.
+DECAY = 0.5
 
 
 @dataclass(slots=True)
@@ -74,17 +74,17 @@ class TransferPace:
 
     def note(self, seconds: float, num_tokens: int) -> None:
         """A load took so long on one rank."""
-        self._seconds, self._tokens = self._seconds * KEEP + seconds, self._tokens * KEEP + num_tokens
+        self._seconds, self._tokens = self._seconds * DECAY + seconds, self._tokens * DECAY + num_tokens
 
     def lead_s(self, num_tokens: int) -> float:
-        """How long before the end of its prefill a load of so many tokens begins; without end where no load has ended yet."""
+        """How long before the end of its prefill a load of so many tokens begins; infinite before the first load has ended."""
         return LEAD_FACTOR * num_tokens * self._seconds / self._tokens + MIN_LEAD_S if self._tokens else math.inf
 
 
 class WaitingRequests:
     """By request id, in the order of arrival.
 
-    Loads that begin before their prefill has ended hold at most `max_early_blocks` together, and begin when `following` says that it is near.
+    Loads that begin before their prefill has ended hold at most `max_early_blocks` together, and begin when `following` says that the end is near.
     """
 
     def __init__(self, groups: Sequence[CacheGroup] = (), following: Following | None = None) -> None:
@@ -120,13 +120,10 @@ class WaitingRequests:
         return all(one.is_early and (one.is_loading or not self.may_begin(one)) for one in self._waiting.values())
 
     def may_begin(self, waiting: Waiting) -> bool:
-        """Whether its load may begin now: of a prefill that is under way, if it is about to end, and if it holds few enough blocks together with
-        the others.
-        """
+        """Whether its load may begin now. One whose prefill is under way may if the prefill is about to end, and if all such loads hold few enough blocks."""
         if not waiting.is_early:
             return True
-        num_tokens = waiting.prefill.num_tokens
-        wanted = sum(-(-num_tokens // group.page_tokens) for group in self._groups if group.page_tokens)
+        wanted = blocks_to_load(self._groups, waiting.prefill.num_tokens)
         if self._num_early_blocks + wanted > self.max_early_blocks or self._following is None:
             return False
         return self._following.is_near(waiting.request.request_id, self._pace.lead_s(waiting.num_missing))

@@ -232,7 +232,7 @@ class WorkerSide:
         self._metadata.unmet.update(results.unmet)
         self._metadata.failed.update({request: {self._rank: failure} for request, failure in results.failed.items()})
         self._metadata.reading_s.update(
-            {name: moved.reading_s or moved.total_s for name, moved in results.received.items() if moved.num_bytes}
+            {name: moved.early_s + moved.total_s for name, moved in results.received.items() if moved.num_bytes}
         )
         self._metadata.expired.update(lease for lease, cause in results.freed.items() if cause == "expired")
         return KVConnectorTransferResults(

@@ -222,6 +222,20 @@ def test_layers_that_have_ended_are_final_and_no_other(followed: Followed) -> No
     assert cursors.final({}).tolist() == [0] * len(parts)  # nothing is known
 
 
+def test_the_time_of_reading_leaves_out_the_wait_for_the_prefill(followed: Followed) -> None:
+    followed.order()
+    for rank in followed.world.src.endpoints:
+        while followed.prefill.go_on(rank):
+            followed.go()
+            followed.world.clock.now_s += 3.0
+    followed.prefill.publish()
+    followed.go()
+    (endpoint,) = followed.world.dst.endpoints.values()
+    (moved,) = endpoint.collect().received.values()
+    assert moved.num_early_bytes > 0
+    assert 0 < moved.early_s < 3.0
+
+
 def test_an_ordinary_load_goes_first(followed: Followed) -> None:
     """What nobody waits for yet is read when no other load is under way."""
     followed.order()
@@ -352,11 +366,11 @@ def test_the_listener_says_when_the_end_is_near() -> None:
     assert shown.answer([waits], is_last=False) is None  # it may wait in the queue for long
     shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
     assert _ask(shown, waits) == Answer("heard")  # nobody knows when
-    shown.expect("x", 77, 2.5)
+    shown.extend("x", 77, {}, 2.5)
     assert shown.answer([waits], is_last=False) is None
-    shown.expect("x", 78, 0.5)  # of another life
+    shown.extend("x", 78, {}, 0.5)  # of another life
     assert shown.answer([waits], is_last=False) is None
-    shown.expect("x", 77, 2.0)
+    shown.extend("x", 77, {}, 2.0)
     assert _ask(shown, waits) == Answer("heard", left_s=2.0)
     assert shown.answer([replace(waits, lead_s=0.0)], is_last=False) is None
 

@@ -536,6 +536,9 @@ class World:
         assert not scheduling._consumer.waiting, (engine.name, scheduling._consumer.waiting)
         assert not scheduling._admission._failed, engine.name
         assert not scheduling._admission._behind, engine.name
+        assert not scheduling._admission._wanted, engine.name
+        assert not any(scheduling._admission._all_wanted), engine.name
+        assert not scheduling._consumer.waiting._num_early_blocks, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
             assert len(endpoint._jobs._given_up) == 0, engine.name
