@@ -1,11 +1,12 @@
 """`python -m bench [rows]`: runs the rows, prints the table with its verdicts, writes `bench/results.json`.
 
-Rows are named by their letters (`python -m bench a c`); all without a name. BENCH=full runs every case, otherwise a subset that
+Rows are named by their letters (`python -m bench a c`); all without a letter. BENCH=full runs every case, otherwise a subset that
 ends within ten minutes. A bar that does not hold is no failure: the exit code is 1 only where a row did not come to its end.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -30,7 +31,12 @@ def main() -> None:
     """All rows that were asked for, one after another; results are kept as they come."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
     console = Console(width=int(os.environ.get("COLUMNS", "160")))
-    wanted, full, about = sys.argv[1:] or sorted([*ROWS, *beside.ROWS]), os.environ.get("BENCH") == "full", machine()
+    letters = sorted([*ROWS, *beside.ROWS])
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__)
+    parser.add_argument("rows", nargs="*", default=letters, metavar="row", help=f"one of {', '.join(letters)}")
+    wanted, full, about = parser.parse_args().rows, os.environ.get("BENCH") == "full", machine()
+    if unknown := sorted({*wanted} - {*letters}):
+        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(letters)}")
     results: list[Result] = []
     for result in _results(wanted, full):
         results.append(result)

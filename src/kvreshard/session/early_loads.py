@@ -44,12 +44,11 @@ class EarlyLoads:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, job: EarlyJob, me: LocalRank) -> EarlyJob:
+    def add(self, job: EarlyJob, me: LocalRank) -> None:
         """A load begins."""
         if self._follower is None:
             self._follower = Follower(me.engine_metadata.engine, me.rank, self._options.keys, self._wake)
         self._jobs[job.load.request], self._loads[job.load.request] = job, job.load
-        return job
 
     def end(self, job: EarlyJob) -> None:
         """A load has ended."""

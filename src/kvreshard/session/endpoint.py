@@ -41,7 +41,7 @@ from kvreshard.session.early_job import EarlyJob
 from kvreshard.session.early_loads import EarlyLoads
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.follower import Follower
-from kvreshard.session.job import Job, JobParts, Jobs, LeaseCheck, to_failure
+from kvreshard.session.job import Job, Jobs, LeaseCheck, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
 from kvreshard.session.mover import Staging
@@ -100,7 +100,7 @@ class Endpoint:
         self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
         self._me: LocalRank | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._jobs = Jobs(self.wake)
+        self._jobs = Jobs(options, self._scratch.take, self.wake)
         self._collected_s = clock()
         self._results = ResultQueue()
         self._early = EarlyLoads(self._scratch, self._remote_leases, self._results, options, self.wake, follower)
@@ -286,31 +286,32 @@ class Endpoint:
                 self._remote_leases.stop_renewing(command.request)
 
     def _load(self, load: Load, now_s: float) -> None:
-        if self._me is None:
-            raise KvReshardError("a load was ordered before the endpoint knew its engine")
-        observer = self._observer.ordered(load)
+        me, observer = self._introduced(), self._observer.ordered(load)
         if load.refusal is not None:  # the engine knows that its source cannot be met
             self._remote_leases.stop_renewing(load.request)
             observer.noted("refused", load.refusal.text)
             self._results.end(load.request, load.refusal)
             self._record_failure(observer, load, None, load.refusal)
             return
-        about = self._about(self._me, load, observer, now_s)
+        job = self._job(EarlyJob if load.transfer_id else Job, load, observer, now_s)
         self._remote_leases.begin(load)
-        if load.transfer_id:
-            self._jobs.add(self._early.add(EarlyJob(*about, may_read=lambda: not self._jobs.num_awaited), self._me))
-        else:
-            self._jobs.add(Job(*about))
-
-    def _about(self, me: LocalRank, load: Load, watch: LoadObserver, now_s: float) -> JobParts:
-        peer, note, take_scratch = self._peers.get(me, load.remote), self._jobs.note, self._scratch.take
-        return load, peer, now_s, me.layout, self._options, note, take_scratch, watch
+        if isinstance(job, EarlyJob):
+            job.may_read = lambda: not self._jobs.num_awaited
+            self._early.add(job, me)
+        self._jobs.add(job)
 
     def _check_lease(self, command: Renew, now_s: float) -> None:
         """Read the word of a lease that is renewed. It is no load, and has no result as one."""
+        self._jobs.add(self._job(LeaseCheck, command.without_load, LoadObserver(), now_s))
+
+    def _introduced(self) -> LocalRank:
         if self._me is None:
-            raise KvReshardError("a lease was to be checked before the endpoint knew its engine")
-        self._jobs.add(LeaseCheck(*self._about(self._me, command.without_load, LoadObserver(), now_s)))
+            raise KvReshardError("a load was ordered before the endpoint knew its engine")
+        return self._me
+
+    def _job(self, kind: type[Job], load: Load, observer: LoadObserver, now_s: float) -> Job:
+        me = self._introduced()
+        return self._jobs.make(kind, load, self._peers.get(me, load.remote), me.layout, observer, now_s)
 
     def _check_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not return keeps everything pending: stop all loads."""

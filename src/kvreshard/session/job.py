@@ -28,17 +28,6 @@ from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_w
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
-JobParts = tuple[
-    Load,
-    "Future[Peer]",
-    float,
-    EngineLayout,
-    EndpointOptions,
-    "Callable[[Job], None]",
-    "Callable[[int], int | None]",
-    LoadObserver,
-]
-"""What a `Job` is made of."""
 LoadState = Literal["handshake", "following", "transferring", "checking", "received", "failed"]
 _WAITING_FOR: dict[LoadState, str] = {
     "handshake": "meeting its source",
@@ -235,11 +224,13 @@ class LeaseCheck(Job):
 
 class Jobs:
     """The loads that have not ended, and those that were given up and have not settled. `on_event`: called, on any thread, when a job must
-    be advanced. The rest is for the session's thread.
+    be advanced. The rest is for the session's thread. `take_scratch`: see `Job`.
     """
 
-    def __init__(self, on_event: Callable[[], None]) -> None:
-        self._on_event = on_event
+    def __init__(
+        self, options: EndpointOptions, take_scratch: Callable[[int], int | None], on_event: Callable[[], None]
+    ) -> None:
+        self._options, self._take_scratch, self._on_event = options, take_scratch, on_event
         # Loads under way that their requests wait for.
         self.num_awaited = 0
         self._under_way: dict[Job, None] = {}
@@ -264,6 +255,27 @@ class Jobs:
         """Something has happened to a job. On any thread."""
         self._happened.put(job)
         self._on_event()
+
+    def make(
+        self,
+        kind: type[Job],
+        load: Load,
+        handshake: Future[Peer],
+        dst: EngineLayout,
+        observer: LoadObserver,
+        now_s: float,
+    ) -> Job:
+        """A load of this rank, which has not begun."""
+        return kind(
+            load=load,
+            handshake=handshake,
+            ordered_s=now_s,
+            dst=dst,
+            options=self._options,
+            on_event=self.note,
+            take_scratch=self._take_scratch,
+            observer=observer,
+        )
 
     def add(self, job: Job) -> None:
         """Begin a load."""
