@@ -128,7 +128,7 @@ def _cpu_s(work: Callable[[], None], times: int = 200) -> float:
 
 def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float, rounds: int) -> Iterator[Result]:
     paces.set(Pace(PREFILL_S / NUM_TOKENS, CACHE_BYTES * share / PREFILL_S, how == LAYER))
-    after, beside = _take_turns(pair, rounds)
+    after, beside = _take_turns(pair, rounds, num_warm=1)
     transfer_s = PREFILL_S / share
     measured = float(np.median([one.prefill_s for one in beside])) / transfer_s
     units = number * (NUM_LAYERS if how == LAYER else 1)
@@ -156,9 +156,9 @@ def _measure(pair: PacedPair, paces: Paces, number: int, how: str, share: float,
 
 
 def _held(pair: PacedPair, paces: Paces, rounds: int) -> Result:
-    """For how long an early load holds blocks where computing takes eight times as long as reading. The first loads teach the pace."""
+    """For how long an early load holds blocks where computing takes eight times as long as reading."""
     paces.set(Pace(PREFILL_S / NUM_TOKENS, 8 * CACHE_BYTES / PREFILL_S))
-    after, beside = (side[2:] for side in _take_turns(pair, rounds + 2, 4000))
+    after, beside = _take_turns(pair, rounds, 4000, num_warm=2)
     held, prefill = (np.array([getattr(one, name) for one in beside]) for name in ("held_s", "prefill_s"))
     ratio, low, high = interval(prefill / held)
     exposed = [round(float(np.median([one.exposed_s for one in side])), 3) for side in (beside, after)]
@@ -178,7 +178,7 @@ def _beside_push(nursery: object, paces: Paces, ours: PacedPair, rounds: int) ->
     paces.set(Pace(PREFILL_S / NUM_TOKENS, CACHE_BYTES / PREFILL_S))
     theirs.sleep()
     found = []
-    for words in map(prompt, range(2000, 2000 + rounds)):
+    for words in map(prompt, range(2000, 2001 + rounds)):
         mine_s = ours.early(words)
         ours.sleep()
         theirs.wake()
@@ -186,8 +186,8 @@ def _beside_push(nursery: object, paces: Paces, ours: PacedPair, rounds: int) ->
         theirs.sleep()
         ours.wake()
     theirs.wake()
-    mine, pushed = (np.array([pair[side].first_token_s for pair in found]) for side in (0, 1))
     assert all(one.output.tokens == other.output.tokens for one, other in found)
+    mine, pushed = (np.array([pair[side].first_token_s for pair in found[1:]]) for side in (0, 1))
     ratio, low, high = interval(pushed / mine)
     return Result(
         ROW, "first token, by layer, 8 chunks", float(np.median(mine)), "s", "NixlPushConnector", float(np.median(pushed)), ratio, (low, high),
@@ -202,26 +202,29 @@ def _unpaced(paces: Paces, pair: PacedPair, rounds: int) -> Result:
     """
     paces.set(Pace(SHORT_SECONDS_PER_TOKEN))
     tokens = 64
-    turns = _take_turns(pair, rounds, 3000, tokens)
-    after, early = (np.array([one.first_token_s for one in side[2:]]) for side in turns)
+    turns = _take_turns(pair, rounds, 3000, tokens, num_warm=2)
+    after, early = (np.array([one.first_token_s for one in side]) for side in turns)
     ratio, low, high = interval(after / early)
     return Result(
         ROW, f"first token of {tokens} tokens, link not paced", float(np.median(early)), "s", "sequential", float(np.median(after)), ratio,
-        (low, high), bars.early_first_token((low, high), 0.97, "sequential"), details={"pairs": rounds - 2},
+        (low, high), bars.early_first_token((low, high), 0.97, "sequential"), details={"pairs": rounds},
     )  # fmt: skip
 
 
 def _take_turns(
-    pair: PacedPair, rounds: int, first: int = 100, num_tokens: int = NUM_TOKENS
+    pair: PacedPair, rounds: int, first: int = 100, num_tokens: int = NUM_TOKENS, *, num_warm: int
 ) -> tuple[list[Passage], list[Passage]]:
-    """(sequential, early) of each prompt; who is first changes from prompt to prompt. Both must say the same."""
+    """(sequential, early) of each prompt; who is first changes from prompt to prompt. Both must say the same.
+
+    Before these, `num_warm` prompts teach the decode engine the new pace of the link: it takes blocks late where it knew a faster one.
+    """
     after, beside = list[Passage](), list[Passage]()
-    for number in range(rounds):
+    for number in range(num_warm + rounds):
         words = prompt(first + number)[:num_tokens]
         for is_early in (number % 2 == 0, number % 2 == 1):
             (beside if is_early else after).append(pair.early(words) if is_early else pair.sequential(words))
         assert beside[-1].output.tokens == after[-1].output.tokens
-    return after, beside
+    return after[num_warm:], beside[num_warm:]
 
 
 def _first_tokens(after: list[Passage], beside: list[Passage]) -> dict[str, object]:
