@@ -298,3 +298,18 @@ def test_under_load_rounds_are_compared_side_by_side() -> None:
         if "per second" in bar.text
     ]
     assert slow is False
+
+
+@pytest.mark.parametrize("rows", [["zz"], ["a", "zz"]])
+def test_an_unknown_row_is_refused_before_any_is_measured(
+    rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import __main__ as command
+
+    before = (Path(command.__file__).parent / "results.json").read_bytes()
+    monkeypatch.setattr("sys.argv", ["bench", *rows])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert "no row is called zz; there are a, b, c, d" in capsys.readouterr().err
+    assert (Path(command.__file__).parent / "results.json").read_bytes() == before
