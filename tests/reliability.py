@@ -186,7 +186,8 @@ def _details(folder: Path) -> list[str]:
     lines = []
     if soak := _read(folder, "soak.json"):
         lines += [f"**Soak**, seed {soak['seed']}.", ""]
-        for title, counts in (("ends", soak["ends"]), ("loaded", soak["per_pair"]), ("faults", soak["faults"])):
+        for title, key in (("ends", "ends"), ("loaded", "per_pair"), ("early loads", "early"), ("faults", "faults")):
+            counts = soak[key]
             told = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
             lines.append(f"- {title}: {told}")
         lines.append(

@@ -69,31 +69,43 @@ def route(prefill: Answers, decode: Answers, prompts: Sequence[Sequence[int]], m
     return [Routed(prefill_ids[i], decode_ids[i], prefilled[i], decoded.get(i, failed)) for i in range(len(prompts))]
 
 
+def find_listeners(prefill: Engine, prompt: Sequence[int]) -> list[dict[str, Any]]:
+    """Where each data-parallel rank of a prefill engine listens, as `route_early` sends it: known from the answers to a prompt."""
+    pending = [
+        prefill.submit(prompt, 1, dict(PREFILL_PARAMS), prefill.new_id(), rank if prefill.spec.dp > 1 else None)
+        for rank in range(prefill.spec.dp)
+    ]
+    found = [prefill.wait(one) for one in pending]
+    return [{name: (one.kv_transfer_params or {})[name] for name in ("remote_host", "remote_port")} for one in found]
+
+
 def route_early(
     prefill: Engine,
     decode: Engine,
-    where: dict[str, Any],
+    listeners: Sequence[dict[str, Any]],
     prompts: Sequence[Sequence[int]],
     max_tokens: int = 8,
     *,
     is_decode_first: bool = False,
 ) -> list[Routed]:
-    """All prompts at once to both engines, under one transfer id each. `where`: parameters of a former answer of the prefill engine."""
+    """All prompts at once to both engines, under one transfer id each. `listeners`: of the prefill engine's data-parallel ranks, which take turns."""
     names = [f"early-{prefill.new_id()}" for _ in prompts]
     ids = [(prefill.new_id(), decode.new_id()) for _ in prompts]
-    address = {name: where[name] for name in ("remote_host", "remote_port")}
+    ranks = [number % len(listeners) for number in range(len(prompts))]
 
     def to_prefill() -> list[Future[Any]]:
         return [
-            prefill.submit(prompt, 1, {**PREFILL_PARAMS, "transfer_id": name}, mine)
-            for prompt, name, (mine, _) in zip(prompts, names, ids, strict=True)
+            prefill.submit(
+                prompt, 1, {**PREFILL_PARAMS, "transfer_id": name}, mine, rank if len(listeners) > 1 else None
+            )
+            for prompt, name, rank, (mine, _) in zip(prompts, names, ranks, ids, strict=True)
         ]
 
     def to_decode() -> list[Future[Any]]:
-        wanted = {"do_remote_prefill": True, "do_remote_decode": False, **address}
+        wanted = {"do_remote_prefill": True, "do_remote_decode": False}
         return [
-            decode.submit(prompt, max_tokens, {**wanted, "transfer_id": name}, mine)
-            for prompt, name, (_, mine) in zip(prompts, names, ids, strict=True)
+            decode.submit(prompt, max_tokens, {**wanted, **listeners[rank], "transfer_id": name}, mine)
+            for prompt, name, rank, (_, mine) in zip(prompts, names, ranks, ids, strict=True)
         ]
 
     if is_decode_first:

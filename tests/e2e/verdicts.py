@@ -26,7 +26,7 @@ from tests.e2e.engine import Engine, EngineFailed, Output
 from tests.e2e.engines import Nursery
 from tests.e2e.logical import Incomplete, Logical, first_difference, logical_cache
 from tests.e2e.prompts import ladder, prompt
-from tests.e2e.router import Routed, route, route_early
+from tests.e2e.router import Routed, find_listeners, route, route_early
 from tests.e2e.snapshots import Snapshot, read_compatibility, read_snapshots
 from tests.e2e.zoo import MODELS
 
@@ -129,11 +129,10 @@ class Bench:
         """One after the other, or early: then either side hears of the texts first, in turns."""
         if not self._is_early:
             return route(self.prefill, self.decode, texts, MAX_TOKENS)
-        where = route(self.prefill, self.decode, [prompt(5, 0)], 1)[0].prefill.kv_transfer_params
-        assert where is not None
+        listeners = find_listeners(self.prefill, prompt(5, 0))
         self._num_routed += 1
         is_decode_first = self._num_routed % 2 == 0
-        return route_early(self.prefill, self.decode, where, texts, MAX_TOKENS, is_decode_first=is_decode_first)
+        return route_early(self.prefill, self.decode, listeners, texts, MAX_TOKENS, is_decode_first=is_decode_first)
 
     def _judge(self, expected: Sequence[Output], got: Sequence[Output]) -> bool:
         found: Difference = compare(expected, got)
