@@ -10,6 +10,7 @@ Or both get it at once, with one `transfer_id` (`route_early`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -69,35 +70,37 @@ def route(prefill: Answers, decode: Answers, prompts: Sequence[Sequence[int]], m
     return [Routed(prefill_ids[i], decode_ids[i], prefilled[i], decoded.get(i, failed)) for i in range(len(prompts))]
 
 
-def find_listeners(prefill: Engine, prompt: Sequence[int]) -> list[dict[str, Any]]:
-    """Where each data-parallel rank of a prefill engine listens, as `route_early` sends it: known from the answers to a prompt."""
-    pending = [
-        prefill.submit(prompt, 1, dict(PREFILL_PARAMS), prefill.new_id(), rank if prefill.spec.dp > 1 else None)
-        for rank in range(prefill.spec.dp)
-    ]
-    found = [prefill.wait(one) for one in pending]
-    return [{name: (one.kv_transfer_params or {})[name] for name in ("remote_host", "remote_port")} for one in found]
+Listeners = dict[int | None, dict[str, Any]]
+"""Where a prefill engine listens, by data-parallel rank; None: it has one rank, which a request need not name."""
+
+
+def find_listeners(prefill: Engine, prompt: Sequence[int]) -> Listeners:
+    """Known from the answers to a prompt."""
+    found: Listeners = {}
+    for rank in range(prefill.spec.dp) if prefill.spec.dp > 1 else (None,):
+        answer = prefill.wait(prefill.submit(prompt, 1, dict(PREFILL_PARAMS), prefill.new_id(), rank))
+        assert answer.kv_transfer_params is not None, answer
+        found[rank] = {name: answer.kv_transfer_params[name] for name in ("remote_host", "remote_port")}
+    return found
 
 
 def route_early(
     prefill: Engine,
     decode: Engine,
-    listeners: Sequence[dict[str, Any]],
+    listeners: Listeners,
     prompts: Sequence[Sequence[int]],
     max_tokens: int = 8,
     *,
     is_decode_first: bool = False,
 ) -> list[Routed]:
-    """All prompts at once to both engines, under one transfer id each. `listeners`: of the prefill engine's data-parallel ranks, which take turns."""
+    """All prompts at once to both engines, under one transfer id each. The prefill engine's data-parallel ranks take turns."""
     names = [f"early-{prefill.new_id()}" for _ in prompts]
     ids = [(prefill.new_id(), decode.new_id()) for _ in prompts]
-    ranks = [number % len(listeners) for number in range(len(prompts))]
+    ranks = list(itertools.islice(itertools.cycle(listeners), len(prompts)))
 
     def to_prefill() -> list[Future[Any]]:
         return [
-            prefill.submit(
-                prompt, 1, {**PREFILL_PARAMS, "transfer_id": name}, mine, rank if len(listeners) > 1 else None
-            )
+            prefill.submit(prompt, 1, {**PREFILL_PARAMS, "transfer_id": name}, mine, rank)
             for prompt, name, rank, (mine, _) in zip(prompts, names, ranks, ids, strict=True)
         ]
 

@@ -293,7 +293,7 @@ class Endpoint:
             self._results.end(load.request, load.refusal)
             self._record_failure(observer, load, None, load.refusal)
             return
-        job = self._job(EarlyJob if load.transfer_id else Job, load, observer, now_s)
+        job = self._job(me, EarlyJob if load.transfer_id else Job, load, observer, now_s)
         self._remote_leases.begin(load)
         if isinstance(job, EarlyJob):
             job.may_read = lambda: not self._jobs.num_awaited
@@ -302,15 +302,14 @@ class Endpoint:
 
     def _check_lease(self, command: Renew, now_s: float) -> None:
         """Read the word of a lease that is renewed. It is no load, and has no result as one."""
-        self._jobs.add(self._job(LeaseCheck, command.without_load, LoadObserver(), now_s))
+        self._jobs.add(self._job(self._introduced(), LeaseCheck, command.without_load, LoadObserver(), now_s))
 
     def _introduced(self) -> LocalRank:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
         return self._me
 
-    def _job(self, kind: type[Job], load: Load, observer: LoadObserver, now_s: float) -> Job:
-        me = self._introduced()
+    def _job(self, me: LocalRank, kind: type[Job], load: Load, observer: LoadObserver, now_s: float) -> Job:
         return self._jobs.make(kind, load, self._peers.get(me, load.remote), me.layout, observer, now_s)
 
     def _check_transport(self, now_s: float) -> None:
