@@ -2,7 +2,7 @@
 
 Each rule is a function from a `Source` to complaints. Every rule is run over the whole package, and is also fed sources
 that break it (`BROKEN`) and sources that come close without breaking it (`FINE`), so a rule that stopped working fails
-here too. Why the rooms stand in this order: `docs/structure.md` and `docs/design/0001-rooms.md`.
+here too. Why the rooms stand in this order: `docs/structure.md` and `docs/design/0001`.
 """
 
 import ast

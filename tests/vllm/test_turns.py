@@ -88,7 +88,7 @@ def test_kernels_find_what_they_look_for_in_conversations(batch: int, run_seed: 
     for seed in (READ_BACK[batch], *(run_seed % 10**6 + 5000 + batch * 3 + i for i in range(2))):
         model, shapes, weather = draw(seed)
         rng = random.Random(seed)
-        # vLLM 0.32 counts blocks of windows wrong: loads of a pool that is hardly large enough may stand still (docs/design/0064).
+        # vLLM 0.32 counts blocks of windows wrong: loads of a pool that is hardly large enough may stand still (docs/design/0070).
         more = 1 if model.num_groups == 1 else 3
         shapes = {
             name: reading_back(shape, recompute_threshold=rng.choice([0, 0, 20]), blocks=shape.blocks * more)

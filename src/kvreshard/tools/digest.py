@@ -5,7 +5,7 @@
 A row is a token, or a coordinate of a state's first axis. A unit is two bytes of an element, or one where elements have an odd
 size, read as a signed number; its number counts the units of a row in logical order, whichever of them the rank holds. R, U and C are
 pseudo-random numbers of 64 bits under a key. No term depends on where a cell lies, so layouts agree; it is a sum, so digests of disjoint cells
-add up. A difference is missed once in 2^44: docs/design/0006-digest.md.
+add up. A difference is missed once in 2^44: docs/design/0006.
 
 - `digest_transfers`: per transfer and field, from one side's own memory and address maps. Each destination rank's cells are in exactly one
   of its transfers, so replicas count once per rank that has them.

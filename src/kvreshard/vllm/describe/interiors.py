@@ -19,7 +19,7 @@ An entry holds in the releases from `since` to `until`, and in no other: what a 
 Its `quotes` are the expressions on which most depends. A test finds them in the vLLM that is installed.
 
 How each was checked: `tests/vllm/` writes labelled values through vLLM's own code and finds where they land. Entries of GPU backends
-follow the indexing of their Python code, compared between the releases (`docs/design/0066-interiors-of-each-release.md`); the kernels
+follow the indexing of their Python code, compared between the releases (`docs/design/0066`); the kernels
 below it were read, not run.
 """
 
