@@ -34,7 +34,7 @@ class EngineProcess:
     """The engine's own side. Public methods are what the controller may ask."""
 
     def __init__(self, setup: Setup) -> None:
-        world.MemoryTransport = lambda fabric, name, faults: NixlTransport(name)
+        world.FaultyTransport = lambda fabric, name, faults: NixlTransport(name)
         keys = None if setup.key_file is None else read_keys(setup.key_file)
         options = EndpointOptions(keys=keys, **setup.options)
 

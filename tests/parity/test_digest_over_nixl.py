@@ -32,7 +32,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             stack.callback(made.close)
             return made
 
-        monkeypatch.setattr(worlds, "MemoryTransport", transport)
+        monkeypatch.setattr(worlds, "FaultyTransport", transport)
         made = make_world(1, 2, watched=CHECKED)
         stack.callback(made.close)
         yield made

@@ -8,11 +8,11 @@ from random import Random
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.faulty_memory import Fault
 from tests.unit.session.prefills import TRANSFER, LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import OPTIONS, make_world, meet
 
 from kvreshard.session.commands import Cancel, EndpointOptions
-from kvreshard.transport.memory import Fault
 
 SEEN: Counter[str] = Counter()
 ACTIONS = ("compute", "settle", "take back", "begin", "publish", "cancel", "turn")

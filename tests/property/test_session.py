@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.faulty_memory import Fault
 from tests.pairs.small import GROUP
 from tests.unit.session.world import REMOTE, SLOT, Side, World, make_world, meet, seal
 
@@ -38,7 +39,6 @@ from kvreshard.session.commands import (
     Revoke,
 )
 from kvreshard.testing.oracle import oracle_transfer
-from kvreshard.transport.memory import Fault
 
 NUM_TOKENS = 21
 LEASE_S = 30.0

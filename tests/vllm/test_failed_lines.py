@@ -8,12 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.faulty_memory import Fault
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather, World
-
-from kvreshard.transport.memory import Fault
 
 pytestmark = pytest.mark.vllm
 NEVER = 10_000

@@ -7,6 +7,7 @@ pytest.importorskip("vllm")
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+from tests.faulty_memory import Fault
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS
 from tests.vllm.simulation.engine import Shape
@@ -18,7 +19,6 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvreshard.session.commands import Failure, Results
-from kvreshard.transport.memory import Fault
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.outcomes import FailureLog
 from kvreshard.vllm.quarantine import Quarantine

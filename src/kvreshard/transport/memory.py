@@ -1,10 +1,7 @@
-"""A transport within one process, with faults on request.
+"""A transport within one process.
 
 1. A `Fabric` is the network: transports made with the same fabric can reach each other. There is no other state.
-2. `MemoryTransport.post` checks all copies against both sides' regions, asks the fault plan what shall happen to this
-   post, and puts the transfer on the fabric. Without a fault it is copied and settled before `post` returns.
-3. `Fabric.step` is the clock of faults: a transfer delayed by n steps moves its bytes in the n-th step, not before, so
-   that a caller who reuses memory too early is caught. Nothing here sleeps or depends on real time.
+2. `MemoryTransport.post` checks all copies against both sides' regions, copies the bytes and settles the transfer before it returns.
 
 Refused, beside what every transport refuses: device memory, since only host memory can be copied with memmove.
 Addresses are real: a copy inside a registered region that has been unmapped crashes the process, as it should.
@@ -15,13 +12,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
 
 from kvreshard.plan.copies import Copies, CopyList, PagedCopies
 from kvreshard.transport.base import (
@@ -33,93 +26,18 @@ from kvreshard.transport.base import (
     TransportError,
     check_payload,
 )
-from kvreshard.transport.refusals import check_new_peers, closed_transport, closed_while_pending, unknown_peer
+from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import check_pages, make_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to one post. The default is what a good transport does.
-
-    Attributes:
-        delay_steps: bytes move and the transfer settles in that many calls of `Fabric.step`; 0 is within `post`.
-        drop: no byte moves and the transfer stays pending until its transport closes.
-        fail_after_copies: only so many copies move, then the transfer fails.
-        corrupt_byte: this byte of the transfer, counted over its copies in order, arrives inverted.
-    """
-
-    delay_steps: int = 0
-    drop: bool = False
-    fail_after_copies: int | None = None
-    corrupt_byte: int | None = None
-
-
-FaultPlan = Callable[[int, Transfer], Fault]
-"""The fault of a transport's n-th post, n from 0."""
-
-DeliveryPlan = Callable[[int, str, bytes], int]
-"""How often a transport's n-th notification arrives, given n from 0, peer and payload: 0 loses it, 2 repeats it."""
-
-
-def no_fault(_index: int, _transfer: Transfer) -> Fault:
-    """The fault plan of a good transport."""
-    return Fault()
-
-
-def deliver_once(_index: int, _peer: str, _payload: bytes) -> int:
-    """The delivery plan of a good transport."""
-    return 1
-
-
-@dataclass(slots=True, eq=False)
-class _Posted:
-    """A transfer that has not settled, on the fabric. `due_step` None: never."""
-
-    owner: MemoryTransport
-    target: str
-    transfer: Transfer
-    copies: CopyList
-    fault: Fault
-    notify: bytes | None
-    due_step: int | None
-    removed: bool = False
-
-
 class Fabric:
-    """The network of one test: makes transports reach each other and steps the delayed transfers.
+    """The network of some transports of this process."""
 
-    Args:
-        shuffle_seed: settle the transfers of one step in a shuffled order, the same for the same seed.
-    """
-
-    def __init__(self, shuffle_seed: int | None = None) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self.transports: dict[str, MemoryTransport] = {}
-        self.posted: list[_Posted] = []
-        self._now_step = 0
         self._names = itertools.count()
-        self._random = None if shuffle_seed is None else random.Random(shuffle_seed)
-
-    def step(self, count: int = 1) -> int:
-        """Let `count` steps pass; returns how many transfers settled."""
-        settled = 0
-        for _ in range(count):
-            with self.lock:
-                self._now_step += 1
-                due = [entry for entry in self.posted if entry.due_step == self._now_step]
-                if self._random is not None:
-                    self._random.shuffle(due)
-                self.posted = [entry for entry in self.posted if entry not in due]
-            for entry in due:
-                finish(entry)
-            settled += len(due)
-        return settled
-
-    @property
-    def num_pending(self) -> int:
-        """Transfers that have not settled, the dropped ones included."""
-        return len(self.posted)
 
     def join(self, prefix: str, transport: MemoryTransport) -> str:
         """For transports: enter under a unique name."""
@@ -128,62 +46,6 @@ class Fabric:
             self.transports[name] = transport
             return name
 
-    def schedule(self, entry: _Posted) -> None:
-        """For transports: put a posted transfer on the fabric, or finish it now when nothing delays it."""
-        with self.lock:
-            if entry.fault.drop or entry.fault.delay_steps > 0:
-                entry.due_step = None if entry.fault.drop else self._now_step + entry.fault.delay_steps
-                self.posted.append(entry)
-                return
-        finish(entry)
-
-
-def finish(entry: _Posted) -> None:
-    """Move the bytes of a posted transfer as its fault says, notify, settle."""
-    transfer, fault = entry.transfer, entry.fault
-    error: TransportError | None = None
-    with entry.owner.fabric.lock:
-        target = entry.owner.fabric.transports.get(entry.target)
-        if target is None:
-            error = TransportError(
-                f"peer {transfer.peer!r} ({entry.target}) has closed; remove it and add its successor"
-            )
-        else:
-            try:
-                # Regions may have been closed since the post: memory behind them may be gone.
-                copies = entry.copies
-                is_read = transfer.direction is Direction.READ
-                remote = copies.src_address if is_read else copies.dst_address
-                target.table.check(f"remote of {transfer.peer!r}", remote, copies.length)
-                _move(copies, fault)
-            except TransportError as refusal:
-                error = refusal
-        if error is None and fault.fail_after_copies is not None:
-            error = TransportError(
-                f"injected: {transfer.direction.value} with {transfer.peer!r} failed after "
-                f"{fault.fail_after_copies} of {transfer.num_descriptors} copies"
-            )
-        if error is None and entry.removed:
-            error = TransportError(f"peer {transfer.peer!r} was removed while its transfer was pending")
-        if error is None and entry.notify is not None:
-            entry.owner.deliver(entry.target, transfer.peer, entry.notify)
-    transfer.settle(error)
-
-
-def _move(copies: CopyList, fault: Fault) -> None:
-    """Copy bytes in order; stops and inverts as the fault says."""
-    count = copies.num_copies if fault.fail_after_copies is None else min(fault.fail_after_copies, copies.num_copies)
-    src, dst, length = copies.src_address[:count], copies.dst_address[:count], copies.length[:count]
-    for to_address, source_address, num_bytes in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
-        ctypes.memmove(to_address, source_address, num_bytes)
-    if fault.corrupt_byte is not None:
-        ends = np.cumsum(length)
-        row = int(np.searchsorted(ends, fault.corrupt_byte, side="right"))
-        if row < count:
-            offset = fault.corrupt_byte - int(ends[row] - length[row])
-            byte = ctypes.c_ubyte.from_address(int(dst[row]) + offset)
-            byte.value ^= 0xFF
-
 
 class MemoryTransport:
     """A `Transport` within one process.
@@ -191,29 +53,15 @@ class MemoryTransport:
     Args:
         fabric: the network; transports of different fabrics do not know each other.
         name: the start of this transport's own name.
-        faults: asked once per post.
-        deliveries: asked once per notification, posted with a transfer or alone.
         clock: seconds, for `Transfer.seconds`.
     """
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        name: str = "memory",
-        *,
-        faults: FaultPlan = no_fault,
-        deliveries: DeliveryPlan = deliver_once,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, fabric: Fabric, name: str = "memory", *, clock: Callable[[], float] = time.monotonic) -> None:
         self.fabric = fabric
         self.table = RegionTable()
-        self._faults = faults
-        self._deliveries = deliveries
         self._clock = clock
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         self._inbox: list[Notification] = []
-        self._num_posts = 0
-        self._num_notifications = 0
         self._closed = False
         self._name = fabric.join(name, self)
 
@@ -257,13 +105,10 @@ class MemoryTransport:
             self._peers |= {name: (peer.name, peer.table()) for name, peer in fresh.items()}
 
     def remove_peer(self, name: str) -> None:
-        """See `Transport.remove_peer`. The bytes of a delayed transfer still move in its step: they were in flight."""
+        """See `Transport.remove_peer`."""
         with self._open():
             self._peer(name)
             del self._peers[name]
-            for entry in self.fabric.posted:
-                if entry.owner is self and entry.transfer.peer == name:
-                    entry.removed = True
 
     def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`."""
@@ -273,14 +118,30 @@ class MemoryTransport:
                 check_payload(notify)
             if isinstance(copies, PagedCopies):
                 check_pages(copies)
-                make_rows(copies.page, direction, table, remote_table, f"remote of {peer!r}")
-            else:
-                make_rows(copies, direction, table, remote_table, f"remote of {peer!r}")
+            pages_or_list = copies.page if isinstance(copies, PagedCopies) else copies
+            make_rows(pages_or_list, direction, table, remote_table, f"remote of {peer!r}")
             transfer = Transfer(peer, direction, copies, self._clock)
-            fault = self._faults(self._num_posts, transfer)
-            self._num_posts += 1
-        self.fabric.schedule(_Posted(self, target, transfer, copies.flat(), fault, notify, due_step=None))
+        self.carry_out(target, transfer, copies.flat(), notify)
         return transfer
+
+    def carry_out(self, target: str, transfer: Transfer, copies: CopyList, notify: bytes | None) -> None:
+        """Move the bytes of a transfer with the transport `target`, notify it, settle."""
+        error: TransportError | None = None
+        try:
+            with self.fabric.lock:
+                self._check_target(target, transfer, copies)
+                self.move(transfer, copies)
+                if notify is not None:
+                    self.deliver(target, transfer.peer, notify)
+        except TransportError as refusal:
+            error = refusal
+        transfer.settle(error)
+
+    def move(self, transfer: Transfer, copies: CopyList) -> None:
+        """Copy the bytes of a transfer, in order."""
+        columns = (copies.dst_address.tolist(), copies.src_address.tolist(), copies.length.tolist())
+        for dst_address, src_address, num_bytes in zip(*columns, strict=True):
+            ctypes.memmove(dst_address, src_address, num_bytes)
 
     def cancel(self, transfer: Transfer) -> None:
         """Nothing to hold back: a transfer is in flight here as a whole, from post to settlement."""
@@ -305,31 +166,31 @@ class MemoryTransport:
         return None
 
     def close(self) -> None:
-        """See `Transport.close`. No byte of a pending transfer moves afterwards."""
+        """See `Transport.close`."""
         with self.fabric.lock:
-            if self._closed:
-                return
             self._closed = True
             self.fabric.transports.pop(self._name, None)
-            mine = [entry for entry in self.fabric.posted if entry.owner is self]
-            self.fabric.posted = [entry for entry in self.fabric.posted if entry.owner is not self]
             self._peers.clear()
             self.table = RegionTable()
-        for entry in mine:
-            entry.transfer.settle(closed_while_pending(self._name))
 
     def deliver(self, target: str, peer: str, payload: bytes) -> None:
-        """For the fabric: put a notification in the target's inbox as often as the delivery plan says."""
-        times = self._deliveries(self._num_notifications, peer, payload)
-        self._num_notifications += 1
+        """Put a notification in the inbox of `target`, which is known here as `peer`."""
         receiver = self.fabric.transports.get(target)
         if receiver is not None:
-            receiver.receive(self._name, payload, times)
+            receiver.receive(self._name, payload)
 
-    def receive(self, sender: str, payload: bytes, times: int) -> None:
-        """For the fabric: a message has arrived."""
+    def receive(self, sender: str, payload: bytes) -> None:
+        """For other transports: a message has arrived."""
         alias = next((alias for alias, (own_name, _) in self._peers.items() if own_name == sender), sender)
-        self._inbox.extend([Notification(alias, payload)] * times)
+        self._inbox.append(Notification(alias, payload))
+
+    def _check_target(self, name: str, transfer: Transfer, copies: CopyList) -> None:
+        """Raises TransportError where the target has closed, or its regions: memory behind them may be gone since `metadata` was taken."""
+        target = self.fabric.transports.get(name)
+        if target is None:
+            raise TransportError(f"peer {transfer.peer!r} ({name}) has closed; remove it and add its successor")
+        remote = copies.src_address if transfer.direction is Direction.READ else copies.dst_address
+        target.table.check(f"remote of {transfer.peer!r}", remote, copies.length)
 
     def _peer(self, name: str) -> tuple[str, RegionTable]:
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.faulty_memory import Fault, FaultyFabric, FaultyTransport
 from tests.pairs.small import engine, request
 from tests.unit.cli.conftest import Run
 
@@ -26,7 +27,6 @@ from kvreshard.tools.flight import (
     FlightSide,
     encode_flight,
 )
-from kvreshard.transport.memory import Fault, MemoryTransport
 
 SRC, DST = engine("prefill", tp=2, page=4), engine("decode", page=6)
 WANTED = request(SRC, DST, 13, new_pages=[2, 3, 4])
@@ -139,8 +139,9 @@ def test_what_differs_is_told_with_exit_code_one(run: Run, save: Save, changes: 
 
 
 def test_a_plan_that_moves_wrong_bytes_is_found(run: Run, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = partial(MemoryTransport, faults=lambda index, transfer: Fault(corrupt_byte=0))
+    broken = partial(FaultyTransport, faults=lambda index, transfer: Fault(corrupt_byte=0))
     monkeypatch.setattr(replaying, "MemoryTransport", broken)
+    monkeypatch.setattr(replaying, "Fabric", FaultyFabric)
     result = run("replay", save(flight()))
     assert result.exit_code == 1
     assert "different: wrong bytes here too: " in result.stdout

@@ -5,11 +5,11 @@ import json
 import re
 
 import pytest
+from tests.faulty_memory import Fault, FaultPlan, FaultyFabric, FaultyTransport
 
 from kvreshard.cli import verify
 from kvreshard.model import KvReshardError
 from kvreshard.testing.ranks import LocalRanks, RankDiedError, Ranks
-from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
 QUICK = ("verify", "--transport", "memory", "--tokens", "70", "--requests", "2", "--layers", "6")
 SMALL = (*QUICK, "--prefill", "tp=1", "--decode", "tp=2")
@@ -22,12 +22,12 @@ def make_faulty(fault: Fault, rank: int) -> object:
         return fault if index == 0 else Fault()
 
     def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
-        fabric = Fabric()
+        fabric = FaultyFabric()
         plans: dict[int, FaultPlan] = {rank: plan}
         ranks = LocalRanks(
             num_ranks,
             memory_bytes,
-            lambda number: MemoryTransport(
+            lambda number: FaultyTransport(
                 fabric, f"rank{number}", **({"faults": plans[number]} if number in plans else {})
             ),
         )
@@ -153,8 +153,8 @@ def test_nothing_is_started_before_a_yes(run, monkeypatch) -> None:
 
     def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         started.append(num_ranks)
-        fabric = Fabric()
-        return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
+        fabric = FaultyFabric()
+        return LocalRanks(num_ranks, memory_bytes, lambda rank: FaultyTransport(fabric, f"rank{rank}"))
 
     monkeypatch.setattr(verify, "RANKS_PER_CORE", 0)
     monkeypatch.setattr(verify, "make_ranks", make_ranks)

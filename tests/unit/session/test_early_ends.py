@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.unit.session.prefills import LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import OPTIONS, collect, make_world, meet
 
 from kvreshard.session.lease import FREE
-from kvreshard.transport.memory import Fault
 
 
 @pytest.mark.parametrize("knows", ["nothing", "the lease", "the end"])

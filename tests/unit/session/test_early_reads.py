@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from tests.faulty_memory import Fault
 from tests.unit.session.prefills import TRANSFER, LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import KEY, OPTIONS, SLOT, WORD, World, collect, make_world, meet
 
@@ -20,7 +21,6 @@ from kvreshard.session.progress import Computed, Progress, ProgressBoard
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import SealError
 from kvreshard.session.statement import Answer, PageList, Statement, read_reply
-from kvreshard.transport.memory import Fault
 
 
 class Followed:

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import (
     LEASE,
@@ -42,7 +43,6 @@ from kvreshard.session.lease import FREE
 from kvreshard.session.observer import LoadObserver
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.transport.memory import Fault
 
 PATIENCE_S = 60.0
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
@@ -30,7 +31,6 @@ from kvreshard.testing.oracle import differing_bytes, write_values
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import Transfer
-from kvreshard.transport.memory import Fault
 
 CHECKED = ObserverOptions(digest_share=1.0, digest_timeout_s=20.0)
 MINE, THEIRS = [1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15]

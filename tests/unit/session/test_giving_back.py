@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.faulty_memory import Fault, FaultyFabric, FaultyTransport
 from tests.unit.session.world import (
     KEY,
     LEASE,
@@ -31,7 +32,6 @@ from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
 from kvreshard.session.remote_leases import MAX_REFUSED, RemoteLeases
 from kvreshard.transport.base import TransportError
-from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
 
 def test_a_release_frees_the_source_without_a_load(world: World) -> None:
@@ -146,9 +146,9 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
 
 
 def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
-    fabric = Fabric()
-    sources = [MemoryTransport(fabric, f"source {number}") for number in range(MAX_REFUSED + 2)]
-    mine, rank = MemoryTransport(fabric, "mine"), RankMetadata(0, b"", 0, 64, 0, 64)
+    fabric = FaultyFabric()
+    sources = [FaultyTransport(fabric, f"source {number}") for number in range(MAX_REFUSED + 2)]
+    mine, rank = FaultyTransport(fabric, "mine"), RankMetadata(0, b"", 0, 64, 0, 64)
     for transport in (*sources, mine):
         transport.register([])
     leases = RemoteLeases(mine, ScriptedPeers([]), 5.0)

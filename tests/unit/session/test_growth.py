@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from tests.faulty_memory import Fault
 from tests.unit.session.world import LEASE, OPTIONS, REMOTE, Clock, World, make_world, meet, order_load, seal
 from tests.work import count_bytecodes
 
@@ -26,7 +27,6 @@ from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.scratch import Scratch
-from kvreshard.transport.memory import Fault
 
 FEW, MANY = 10, 1000
 NOTHING = Request({}, {}, {}, {})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.faulty_memory import FaultyFabric, no_fault
 from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side, meet_engine
 
@@ -25,7 +26,6 @@ from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.peer import LocalRank, disconnect
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, no_fault
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -37,7 +37,7 @@ def keys(tmp_path: Path) -> Keys:
 
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
-    fabric = Fabric()
+    fabric = FaultyFabric()
     found = [
         make_side(Clock(), fabric, engine(name, tp=tp, kind=KIND), lambda rank: None, no_fault, OPTIONS)
         for name, tp in (("prefill", 2), ("decode", 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.unit.session.world import OPTIONS, World, collect, make_world, meet, order_load
 
 from kvreshard.model import EngineLayout
@@ -15,7 +16,6 @@ from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.notes import VERSION, Heartbeat, write_note
 from kvreshard.session.observer import Landing, LoadObserver, Observer, RejectedLoad
 from kvreshard.transport.base import Direction, Transfer
-from kvreshard.transport.memory import Fault
 
 Steps = Generator[Transfer | None, None, None]
 Land = Callable[[Landing], Steps]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.faulty_memory import FaultyFabric, no_fault
 from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
@@ -22,7 +23,6 @@ from kvreshard.session.peers import MAX_PER_HOST, Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, no_fault
 
 NEXT_KEY = bytes(32)
 NEXT_LIFE = instance_id_of(NEXT_KEY)
@@ -33,7 +33,7 @@ class Room:
     """A source with a listener, a reader's peers, and a gate before each connection."""
 
     def __init__(self) -> None:
-        self.fabric = Fabric()
+        self.fabric = FaultyFabric()
         self.sides: list[Side] = []
         src, dst = self.start("prefill", 2), self.start("decode", 1)
         self.listener = HandshakeServer(Address("127.0.0.1", 0), src.engine_metadata())

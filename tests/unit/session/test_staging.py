@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.faulty_memory import Fault, FaultyFabric
 from tests.unit.session.test_transfer import connect, make_engine, make_request, mover
 
 from kvreshard.plan import compile_route
@@ -12,7 +13,6 @@ from kvreshard.session import pull
 from kvreshard.session.mover import Staging, reads_into
 from kvreshard.session.pull import pull_steps
 from kvreshard.transport.base import Transfer, TransferState, TransportError
-from kvreshard.transport.memory import Fabric, Fault
 
 ADDRESS, HALF_BYTES = 1 << 20, 1 << 16
 
@@ -31,7 +31,7 @@ def test_batches_take_turns_in_both_halves() -> None:
 @pytest.mark.parametrize("num_good", [0, 1, 2])
 def test_a_read_that_is_refused_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
     """The buffer is given back only when nothing is read into it any more."""
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src = make_engine(fabric, "p", 2, "HND", 8)
     dst = make_engine(fabric, "d", 1, "NHD", 16, lambda index, transfer: Fault(delay_steps=1))
     connect(src, dst)

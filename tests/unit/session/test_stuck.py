@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load, seal
 
 from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease, Results
 from kvreshard.transport.base import StuckCall, Transfer
-from kvreshard.transport.memory import Fault
 
 STUCK = StuckCall("start", "NIXL has not come back from 'start'")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.faulty_memory import Fault, FaultPlan, FaultyFabric, FaultyTransport, no_fault
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
@@ -19,7 +20,6 @@ from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.base import MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport, no_fault
 
 NUM_PAGES, NUM_TOKENS = 24, 50
 STAGING_BYTES = 4096
@@ -31,11 +31,13 @@ class Engine:
 
     layout: EngineLayout
     memory: dict[tuple[int, str], np.ndarray]
-    transports: dict[int, MemoryTransport]
+    transports: dict[int, FaultyTransport]
     staging: dict[int, np.ndarray]
 
 
-def make_engine(fabric: Fabric, name: str, tp: int, order: str, page: int, faults: FaultPlan = no_fault) -> Engine:
+def make_engine(
+    fabric: FaultyFabric, name: str, tp: int, order: str, page: int, faults: FaultPlan = no_fault
+) -> Engine:
     layers = [Layer("a", Attention(4, 16, "bfloat16")), Layer("b", Attention(4, 16, "bfloat16"))]
     layers.append(Layer("c", Latent(40, "bfloat16")))
     groups = [PagedGroup("full", ("a", "b"), page), PagedGroup("latent", ("c",), page)]
@@ -45,7 +47,7 @@ def make_engine(fabric: Fabric, name: str, tp: int, order: str, page: int, fault
     staging = {r.rank: np.zeros(STAGING_BYTES, np.uint8) for r in layout.ranks}
     transports = {}
     for rank in layout.ranks:
-        transport = MemoryTransport(fabric, f"{name}{rank.rank}", faults=faults)
+        transport = FaultyTransport(fabric, f"{name}{rank.rank}", faults=faults)
         areas = [*(memory[rank.rank, region.name] for region in rank.regions), staging[rank.rank]]
         transport.register(MemoryRegion(area.ctypes.data, area.size) for area in areas)
         transports[rank.rank] = transport
@@ -97,7 +99,7 @@ def expected_memory(src: Engine, dst: Engine, request: Request) -> dict[tuple[in
 @pytest.mark.parametrize("way", ["direct", "staged", None])
 @pytest.mark.parametrize(("src_tp", "dst_tp", "order"), [(1, 2, "NHD"), (4, 2, "HND"), (3, 2, "NHD")])
 def test_a_pull_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int, order: str, way: Way | None) -> None:
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src, dst = make_engine(fabric, "p", src_tp, order, 8), make_engine(fabric, "d", dst_tp, order, 16)
     connect(src, dst)
     request = make_request()
@@ -117,7 +119,7 @@ def test_a_pull_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int, order: s
 def test_a_load_reads_directly_when_another_keeps_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its source may be stopped, and never settle."""
     monkeypatch.setattr("kvreshard.session.pull.STAGING_PATIENCE_S", 0.01)
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src, dst = make_engine(fabric, "p", 2, "HND", 8), make_engine(fabric, "d", 1, "NHD", 16)
     connect(src, dst)
     request = make_request()
@@ -143,7 +145,7 @@ def test_holes_are_zeroed_while_the_first_reads_run(
     way: Way, is_taken: bool, under_way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; of a staged load while both halves are read into, or while another load has the buffer. The bytes are those of any order."""
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src = make_engine(fabric, "p", 2, "HND", 8)
     dst = make_engine(fabric, "d", 1, "NHD", 16, faults=lambda index, transfer: Fault(delay_steps=1))
     connect(src, dst)
@@ -182,7 +184,7 @@ def test_holes_are_zeroed_while_the_first_reads_run(
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(2, 1), (2, 4), (3, 2)])
 def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src, dst = make_engine(fabric, "p", src_tp, "NHD", 8), make_engine(fabric, "d", dst_tp, "HND", 16)
     connect(src, dst)
     request = make_request()
@@ -196,7 +198,7 @@ def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
 
 
 def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src = make_engine(fabric, "p", 2, "HND", 8)
     dst = make_engine(
         fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(fail_after_copies=0) if index == 0 else Fault()
@@ -212,7 +214,7 @@ def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_transfer_that_never_settles_is_a_timeout_and_no_report(late: int) -> None:
     """One of two, the first or the last."""
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src = make_engine(fabric, "p", 2, "HND", 8)
     dst = make_engine(fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(drop=index == late))
     connect(src, dst)
@@ -223,7 +225,7 @@ def test_a_transfer_that_never_settles_is_a_timeout_and_no_report(late: int) -> 
 
 
 def test_a_refused_request_moves_nothing() -> None:
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src, dst = make_engine(fabric, "p", 1, "HND", 8), make_engine(fabric, "d", 1, "HND", 16)
     connect(src, dst)
     good = make_request()
@@ -238,7 +240,7 @@ def test_a_refused_request_moves_nothing() -> None:
 
 def test_a_request_whose_lease_word_changed_is_not_served() -> None:
     """The word is read after the data, on every rank that is read: all right, one changed, one never set."""
-    fabric = Fabric()
+    fabric = FaultyFabric()
     src, dst = make_engine(fabric, "p", 4, "NHD", 8), make_engine(fabric, "d", 2, "NHD", 16)
     words = {rank: np.array([77], dtype=np.uint64) for rank in src.transports}
     scratch = np.zeros(8 * 4, np.uint8)

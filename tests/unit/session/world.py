@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+from tests.faulty_memory import Fault, FaultPlan, FaultyFabric, FaultyTransport
 from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
@@ -37,7 +38,6 @@ from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer
 from kvreshard.transport.local import HostMemory, LocalMemory
-from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
 WORD, SLOT = 0xABC, 5
 KEY = bytes(range(32))
@@ -70,7 +70,7 @@ class Side:
     layout: EngineLayout
     memory: dict[tuple[int, str], np.ndarray]
     tables: dict[int, LeaseTable]
-    transports: dict[int, MemoryTransport]
+    transports: dict[int, FaultyTransport]
     endpoints: dict[int, Endpoint]
     observers: dict[int, RankObserver] = field(default_factory=dict)
     staging: list[np.ndarray] = field(default_factory=list)
@@ -105,7 +105,7 @@ class World:
     """A source, a destination, the network and the clock between them."""
 
     clock: Clock
-    fabric: Fabric
+    fabric: FaultyFabric
     src: Side
     dst: Side
     met: list[Callable[[], None]]
@@ -159,7 +159,7 @@ def seal(
 
 def make_side(
     world_clock: Clock,
-    fabric: Fabric,
+    fabric: FaultyFabric,
     layout: EngineLayout,
     peers: Callable[[int], Peers | None],
     faults: FaultPlan,
@@ -175,7 +175,7 @@ def make_side(
     addresses = {r.rank: {g.name: memory[r.rank, g.name].ctypes.data for g in r.regions} for r in layout.ranks}
     side = Side(relocate(layout, addresses, device=device), memory, {}, {}, {})
     for rank in side.layout.ranks:
-        transport = MemoryTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
+        transport = FaultyTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
         table, buffer = LeaseTable(64), np.zeros(1 << 16, np.uint8)
         observer = RankObserver(rank.rank, local_memory, watched, recorder=recorder, clock=world_clock)
         endpoint = Endpoint(
@@ -291,7 +291,7 @@ def make_world(
     """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`. `watched`: of
     the loads; `follower`: of each of their ranks. `stages`: of the source's layers.
     """
-    clock, fabric = Clock(), Fabric()
+    clock, fabric = Clock(), FaultyFabric()
     faults: dict[int, Fault] = {}
     made = World(clock, fabric, None, None, [], faults, [])
 

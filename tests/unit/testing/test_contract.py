@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.faulty_memory import Fault, FaultyFabric, FaultyTransport
 
 from kvreshard.testing.contract import NUM_RANKS, TransportContract
 from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of
 from kvreshard.testing.ranks import LocalRanks
 from kvreshard.transport.base import Direction, Transfer, TransportError
-from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
 SUITE = TransportContract()
 
@@ -35,10 +35,10 @@ def broken() -> Broken:
 
 @pytest.fixture
 def ranks(broken: Broken) -> Iterator[LocalRanks]:
-    fabric = Fabric()
+    fabric = FaultyFabric()
 
-    def make(rank: int) -> MemoryTransport:
-        return MemoryTransport(fabric, f"rank{rank}", faults=broken.faults, deliveries=broken.delivered)
+    def make(rank: int) -> FaultyTransport:
+        return FaultyTransport(fabric, f"rank{rank}", faults=broken.faults, deliveries=broken.delivered)
 
     with LocalRanks(NUM_RANKS, MEMORY_BYTES, make) as ranks:
         ranks.connect_all()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load, seal
 
@@ -23,7 +24,6 @@ from kvreshard.tools.digest_request import DigestRequest, write_request
 from kvreshard.tools.mailbox import DigestAnswer, DigestMailbox, Status, entry_offset, read_answer
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.local import HostMemory, LocalMemory
-from kvreshard.transport.memory import Fault
 
 CHECKED = ObserverOptions(digest_share=1.0, digest_timeout_s=20.0)
 FIELDS = ("layers.0.k",)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import (
     LEASE,
@@ -55,7 +56,6 @@ from kvreshard.tools.recorder import (
 )
 from kvreshard.tools.replay import replay, summarize
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fault
 
 
 @pytest.fixture

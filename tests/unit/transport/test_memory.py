@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.faulty_memory import Fault, FaultyFabric, FaultyTransport
 
 from kvreshard.plan.copies import CopyList
 from kvreshard.transport.base import (
@@ -14,7 +15,6 @@ from kvreshard.transport.base import (
     Transport,
     TransportError,
 )
-from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
 SIZE = 64
 
@@ -23,14 +23,14 @@ class Pair:
     """Two connected transports: `a` posts under the faults, `b` answers."""
 
     def __init__(self, *faults: Fault, deliveries: tuple[int, ...] = (), shuffle_seed: int | None = None) -> None:
-        self.fabric = Fabric(shuffle_seed)
-        self.a = MemoryTransport(
+        self.fabric = FaultyFabric(shuffle_seed)
+        self.a = FaultyTransport(
             self.fabric,
             "a",
             faults=lambda index, _transfer: faults[index] if index < len(faults) else Fault(),
             deliveries=lambda index, _peer, _payload: deliveries[index] if index < len(deliveries) else 1,
         )
-        self.b = MemoryTransport(self.fabric, "b")
+        self.b = FaultyTransport(self.fabric, "b")
         self.here = np.zeros(SIZE, dtype=np.uint8)
         self.there = np.arange(1, SIZE + 1, dtype=np.uint8)
         self.a.register([region(self.here)])
@@ -170,7 +170,7 @@ def test_the_shuffle_is_repeatable() -> None:
 def test_device_memory_and_strangers_are_refused(plain: Pair) -> None:
     with pytest.raises(TransportError, match="host memory only"):
         plain.a.register([MemoryRegion(0, 8, "cuda:0")])
-    stranger = MemoryTransport(Fabric(), "elsewhere")
+    stranger = FaultyTransport(FaultyFabric(), "elsewhere")
     with pytest.raises(TransportError, match="not on this fabric"):
         plain.a.add_peer("eve", stranger.metadata())
     with pytest.raises(TransportError, match="itself"):
@@ -178,8 +178,8 @@ def test_device_memory_and_strangers_are_refused(plain: Pair) -> None:
 
 
 def test_of_peers_that_are_added_together_all_are_known_or_none(plain: Pair) -> None:
-    first, second = (MemoryTransport(plain.fabric, name).metadata() for name in ("first", "second"))
-    stranger = MemoryTransport(Fabric(), "elsewhere").metadata()
+    first, second = (FaultyTransport(plain.fabric, name).metadata() for name in ("first", "second"))
+    stranger = FaultyTransport(FaultyFabric(), "elsewhere").metadata()
     for peers, told in (
         ({"one": first, "two": stranger}, "not on this fabric"),
         ({"one": first, "me": plain.a.metadata()}, "itself"),

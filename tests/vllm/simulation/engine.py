@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tests.faulty_memory import FaultPlan, FaultyFabric, FaultyTransport
 from tests.unit.session.world import Clock
 from tests.vllm.engines import Side, build
 from tests.vllm.simulation.runner import Runner
@@ -54,7 +55,6 @@ from kvreshard.session.progress import ProgressBoard
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
 from kvreshard.vllm.early_fields import find_early_fields
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.handshake import RankPart
@@ -154,7 +154,7 @@ class Engine:
     shape: Shape
     base_config: Any
     clock: Clock
-    fabric: Fabric
+    fabric: FaultyFabric
     address: Address
     options: EndpointOptions
     make_peers: Callable[[Engine, int], Peers]
@@ -325,7 +325,7 @@ class Engine:
     def _make_workers(self, config: Any) -> None:
         self.workers: list[WorkerSide] = []
         self.endpoints: list[Endpoint] = []
-        self._transports: list[MemoryTransport] = []
+        self._transports: list[FaultyTransport] = []
         self._buffers: list[Any] = []
         self._num_instances, self.is_asleep, self.falls_asleep = 0, False, False
         for place, rank in enumerate(self.side.layout.ranks):
@@ -342,7 +342,7 @@ class Engine:
         parts = {}
         groups = read_groups(self.side.configs[0], self.shape.dcp)
         for place, (worker, rank) in enumerate(zip(self.workers, self.side.layout.ranks, strict=True)):
-            transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
+            transport = FaultyTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
             table, buffer = LeaseTable(LEASE_SLOTS), np.zeros(1 << 14, np.uint8)
             observer = RankObserver(rank.rank, HostMemory(), ObserverOptions(), clock=self.clock)
             endpoint = Endpoint(

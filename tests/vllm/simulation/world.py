@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.faulty_memory import Fault, FaultyFabric
 from tests.unit.session.world import Clock, ScriptedPeers
 from tests.vllm.simulation.base import LONGEST, MOST_SAID
 from tests.vllm.simulation.engine import Engine, Shape
@@ -31,7 +32,6 @@ from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.statement import Answer, read_reply
 from kvreshard.transport.base import Transfer
-from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
 from kvreshard.vllm.versions import find_version, minor
 
@@ -212,7 +212,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.clock, self.fabric = Clock(), Fabric(shuffle_seed=self.seed)
+        self.clock, self.fabric = Clock(), FaultyFabric(shuffle_seed=self.seed)
         self.began_s = self.clock.now_s
         self._routes: dict[tuple[str, str, int], Any] = {}
         self._texts: list[list[int]] = []
