@@ -1,8 +1,8 @@
 """One rank of a test or of `kvreshard verify`: a block of memory, a transport, and the engine part that moves requests.
 
 A controller (`ranks`) calls the public methods of `RankWorker`: directly in its own process, or over a socket. A rank in a process of its own
-runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack, arguments decoded by the
-method's type hints. A refusal is an answer. The worker ends when the socket closes, so none outlives its controller.
+runs this file as a program and serves calls over an inherited connection: messages are msgpack, arguments decoded by the method's type hints. A
+refusal is an answer. The worker ends when the connection closes, so none outlives its controller.
 
 Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as the bytes of int64.
 """
@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import mmap
-import socket
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from typing import Any, Literal, get_type_hints
 
 import msgspec
@@ -31,6 +30,7 @@ from kvreshard.plan.copies import CopyList, Page, PagedCopies
 from kvreshard.testing.rank_memory import Block, block_of
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
 from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
+from kvreshard.transport.nixl import NixlTransport
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -194,7 +194,7 @@ def encode(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def decode(message: bytes | bytearray | msgspec.Raw, hint: Any) -> Any:
+def decode(message: bytes | msgspec.Raw, hint: Any) -> Any:
     """A value of a call, of the type `hint`."""
     return msgspec.msgpack.decode(
         message, type=hint, dec_hook=lambda _, content: np.frombuffer(content, dtype=np.int64)
@@ -210,7 +210,7 @@ def _encode_array(array: Any) -> bytes:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
-def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
+def serve(worker: RankWorker, message: bytes) -> Answer:
     """Carry out one call; never raises."""
     try:
         call = msgspec.msgpack.decode(message, type=Call)
@@ -226,39 +226,6 @@ def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
         return Answer(raised="crash", text=traceback.format_exc())
 
 
-def send_frame(channel: socket.socket, message: Any) -> None:
-    """Send one message."""
-    data = msgspec.msgpack.encode(message)
-    channel.sendall(struct.pack("!I", len(data)))
-    channel.sendall(data)
-
-
-def receive_frame(channel: socket.socket) -> bytearray:
-    """Receive one message's bytes; raises `EOFError` when the other side is gone."""
-    (size,) = struct.unpack("!I", _receive_exactly(channel, 4))
-    return _receive_exactly(channel, size)
-
-
-def _receive_exactly(channel: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = channel.recv_into(view)
-        if count == 0:
-            raise EOFError("the other side of the channel is gone")
-        view = view[count:]
-    return data
-
-
-def make_process_transport(kind: str, name: str, enter: Callable[[], None] = lambda: None) -> Transport:
-    """The transport of a rank that is a process of its own: only "nixl" reaches other processes."""
-    if kind != "nixl":
-        raise TransportError(f"transport {kind!r} does not reach other processes; use 'nixl', or ranks in one process")
-    from kvreshard.transport.nixl import NixlTransport
-
-    return NixlTransport(name, enter=enter)
-
-
 def leave_cpu_torch_out() -> None:
     """Hide a CPU build of torch from this process, which does not use it.
 
@@ -271,23 +238,23 @@ def leave_cpu_torch_out() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the socket closes. Arguments: socket and memory file descriptors, memory bytes, transport, name, device."""
-    kind, name, device = arguments[3:6]
+    """Serve until the connection closes. Arguments: connection and memory file descriptors, memory bytes, name, device."""
+    name, device = arguments[3:5]
     if device == "cpu":
         leave_cpu_torch_out()
-    channel = socket.socket(fileno=int(arguments[0]))
+    channel: Connection[Any, Any] = Connection(int(arguments[0]))
     array = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
     try:
         block = block_of(array, device)
     except TransportError as error:
         with contextlib.suppress(EOFError, ConnectionError):  # answers the first call, and ends
-            receive_frame(channel)
-            send_frame(channel, Answer(raised="TransportError", text=str(error)))
+            channel.recv_bytes()
+            channel.send_bytes(encode(Answer(raised="TransportError", text=str(error))))
         return
-    worker = RankWorker(block, lambda: make_process_transport(kind, name, block.enter))
+    worker = RankWorker(block, lambda: NixlTransport(name, enter=block.enter))
     try:
         while True:
-            send_frame(channel, serve(worker, receive_frame(channel)))
+            channel.send_bytes(encode(serve(worker, channel.recv_bytes())))
     except (EOFError, ConnectionError):
         worker.close()
 

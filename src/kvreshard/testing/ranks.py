@@ -17,8 +17,8 @@ import abc
 import contextlib
 import itertools
 import mmap
+import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -193,20 +193,18 @@ class LocalRanks(Ranks):
 class _Worker:
     """The controller's side of a worker process: its channel and its memory file."""
 
-    def __init__(
-        self, rank: int, memory_bytes: int, transport: str, environment: Mapping[str, str], device: str
-    ) -> None:
+    def __init__(self, rank: int, memory_bytes: int, environment: Mapping[str, str], device: str) -> None:
         self._rank = rank
         memory_fd = os.memfd_create(f"kvreshard-rank{rank}")
         try:
             os.ftruncate(memory_fd, memory_bytes)
             self._map = mmap.mmap(memory_fd, memory_bytes)
-            self.channel, theirs = socket.socketpair()
+            self.channel, theirs = multiprocessing.Pipe()
             self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
             numbers = map(str, (theirs.fileno(), memory_fd, memory_bytes))
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", rank_worker.__name__, *numbers, transport, f"rank{rank}", device],
+                    [sys.executable, "-m", rank_worker.__name__, *numbers, f"rank{rank}", device],
                     pass_fds=(theirs.fileno(), memory_fd),
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
@@ -219,17 +217,18 @@ class _Worker:
 
     def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
         """One call and its answer. Raises what the worker refuses, and `RankDiedError` when there is no answer."""
-        self.channel.settimeout(timeout_s)
+        call = Call(method, [msgspec.Raw(rank_worker.encode(argument)) for argument in arguments])
         try:
-            call = Call(method, [msgspec.Raw(rank_worker.encode(argument)) for argument in arguments])
-            rank_worker.send_frame(self.channel, call)
-            answer = msgspec.msgpack.decode(rank_worker.receive_frame(self.channel), type=Answer)
-        except TimeoutError as error:
-            self.end(0.0)
-            raise self._died(method, f"did not answer within {timeout_s} s and was ended") from error
+            self.channel.send_bytes(rank_worker.encode(call))
+            has_answered = self.channel.poll(timeout_s)
+            message = self.channel.recv_bytes() if has_answered else b""
         except (EOFError, OSError) as error:
             self.end(5.0)
             raise self._died(method, f"ended with exit code {self.process.returncode}") from error
+        if not has_answered:
+            self.end(0.0)
+            raise self._died(method, f"did not answer within {timeout_s} s and was ended")
+        answer = msgspec.msgpack.decode(message, type=Answer)
         if answer.raised == "crash":
             raise RuntimeError(f"rank {self._rank} could not serve {method}:\n{answer.text}")
         if answer.raised:
@@ -270,7 +269,6 @@ class ProcessRanks(Ranks):
     Args:
         num_ranks: how many.
         memory_bytes: of each rank; a page takes memory once it is touched.
-        transport: "nixl".
         environment: added to the workers' environment, for example {"UCX_NET_DEVICES": "lo"}.
         devices: where each rank's memory is, "cpu" or "cuda:N"; all on the processor if not given.
 
@@ -283,12 +281,10 @@ class ProcessRanks(Ranks):
         self,
         num_ranks: int,
         memory_bytes: int,
-        transport: str = "nixl",
         environment: Mapping[str, str] | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
         super().__init__(num_ranks, memory_bytes, devices)
-        self._transport = transport
         self._environment = dict(environment or {})
         self._workers: list[_Worker] = []
         try:
@@ -323,7 +319,7 @@ class ProcessRanks(Ranks):
         self.open(rank)
 
     def _start(self, rank: int) -> _Worker:
-        return _Worker(rank, self.memory_bytes, self._transport, self._environment, self._devices[rank])
+        return _Worker(rank, self.memory_bytes, self._environment, self._devices[rank])
 
     def close(self) -> None:
         """See `Ranks.close`. A worker that does not end by itself is killed."""
