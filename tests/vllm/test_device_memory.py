@@ -23,10 +23,10 @@ from tests.unit.transport.moves import slots_move
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
-from kvreshard.tools.digest import Memory, digest_transfers
+from kvreshard.tools.digest import digest_transfers
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
-from kvreshard.transport.local import HostMemory
+from kvreshard.transport.local import HostMemory, LocalMemory
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120
@@ -149,7 +149,7 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
 
 
 def test_devices_are_told_apart() -> None:
-    memory: Memory = TensorMemory([torch.zeros(4)])
+    memory: LocalMemory = TensorMemory([torch.zeros(4)])
     assert [memory.reaches(device) for device in ("cpu", "cuda:0")] == [True, False]
 
 

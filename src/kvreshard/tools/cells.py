@@ -123,7 +123,9 @@ def find_rows(cells: Cells, tables: Tables, intervals: Intervals) -> Iterator[tu
         return
     ranges = list(_index_ranges(cells, intervals[name]))
     _check_tokens(cells, sequence, table, intervals[name], ranges)
-    for window in _windows(ranges):
+    indices = np.concatenate([np.zeros(0, np.int64), *(np.arange(*ends, dtype=np.int64) for ends in ranges)])
+    for first in range(0, len(indices), INDICES_PER_WINDOW):
+        window = indices[first : first + INDICES_PER_WINDOW]
         held = sequence.mapped.owned.contains(window)
         for owned in sequence.within:
             held &= owned.contains(window)
@@ -168,22 +170,6 @@ def _index_ranges(cells: Cells, intervals: Sequence[Tokens]) -> Iterator[tuple[i
         if stop > start:
             yield start, stop
             end = stop
-
-
-def _windows(ranges: list[tuple[int, int]]) -> Iterator[Int64s]:
-    """The indices of all ranges, in arrays of at most `INDICES_PER_WINDOW`; short ranges share one."""
-    pending: list[Int64s] = []
-    room = INDICES_PER_WINDOW
-    for start, stop in ranges:
-        while start < stop:
-            taken = min(stop - start, room)
-            pending.append(np.arange(start, start + taken, dtype=np.int64))
-            start, room = start + taken, room - taken
-            if not room:
-                yield np.concatenate(pending)
-                pending, room = [], INDICES_PER_WINDOW
-    if pending:
-        yield np.concatenate(pending)
 
 
 def _check_ids(cells: Cells, page_ids: Int64s) -> None:

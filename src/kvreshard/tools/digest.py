@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -28,25 +27,12 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.transfer import RankTransfer
 from kvreshard.tools.cells import Cells, Int64s, Intervals, Side, Tables, find_rows, of_transfer
+from kvreshard.transport.local import LocalMemory
 
 MAX_KEY_BYTES = 64
 # Units that are read at once: 256 KiB stay in a core's second-level cache.
 UNITS_AT_ONCE = 1 << 17
 MAX_LINES_IN_MESSAGE = 8
-
-
-class Memory(Protocol):
-    """Readable memory of a rank: `HostMemory` of `transport.local`, `TensorMemory` of `transport.device`."""
-
-    def reaches(self, device: str) -> bool:
-        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
-
-    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
-        """Per row the sum of its units times their weights, modulo 2^64: shape (n,).
-
-        Row i has runs at `rows[i] + runs[j]`, shapes (n,) and (m,). A run has `k` units of 1 or 2 bytes, read as signed little-endian
-        numbers; unit u of run j weighs `weights[j, u]`, shape (m, k). All of it lies in one region.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +110,7 @@ def digest_transfers(
     transfers: Iterable[RankTransfer],
     side: Side,
     request: Request,
-    memory: Memory,
+    memory: LocalMemory,
     key: bytes,
     fields: Collection[str] | None = None,
 ) -> dict[Part, Digest]:
@@ -149,7 +135,7 @@ def digest_transfers(
     return found
 
 
-def digest_cells(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> Digest:
+def digest_cells(cells: Cells, tables: Tables, intervals: Intervals, memory: LocalMemory, key: bytes) -> Digest:
     """One digest over all fields of `cells`, for the tokens of its group in `intervals`."""
     return sum(_digest_fields(cells, tables, intervals, memory, key), Digest(0, 0))
 
@@ -164,7 +150,7 @@ def cut_tokens(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Token
     yield from (tuple(pieces) for pieces in together.values())
 
 
-def _digest_fields(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> list[Digest]:
+def _digest_fields(cells: Cells, tables: Tables, intervals: Intervals, memory: LocalMemory, key: bytes) -> list[Digest]:
     """The digest of each of some congruent fields."""
     unit_bytes = 2 if cells.element_bytes % 2 == 0 else 1
     runs, units = _describe_row(cells, unit_bytes, key)

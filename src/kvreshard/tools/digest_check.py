@@ -26,10 +26,11 @@ from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES, RankMetadata
 from kvreshard.session.observer import Landing, RejectedLoad
 from kvreshard.session.pull import settled
 from kvreshard.tools.cells import Cells
-from kvreshard.tools.digest import Digest, Memory, digest_cells
+from kvreshard.tools.digest import Digest, digest_cells
 from kvreshard.tools.digest_request import DigestRequest, is_readable, make_requests, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
 from kvreshard.transport.base import Direction, Transfer
+from kvreshard.transport.local import LocalMemory
 
 Clock = Callable[[], float]
 
@@ -68,7 +69,7 @@ def is_chosen(request: str, share: float) -> bool:
 
 
 def find_obstacle(
-    route: Route, src: EngineLayout, metadata_by_rank: Mapping[int, RankMetadata], mine: Rank, memory: Memory
+    route: Route, src: EngineLayout, metadata_by_rank: Mapping[int, RankMetadata], mine: Rank, memory: LocalMemory
 ) -> str:
     """Why loads of this route cannot be compared; empty if they can."""
     if not is_readable(memory, mine):
@@ -103,7 +104,7 @@ class DigestCheck:
     """See the module. `scratch_address`: `CHECK_BYTES` of registered local memory. `memory`: this rank's."""
 
     def __init__(
-        self, load: Load, landing: Landing, memory: Memory, scratch_address: int, timeout_s: float, clock: Clock
+        self, load: Load, landing: Landing, memory: LocalMemory, scratch_address: int, timeout_s: float, clock: Clock
     ) -> None:
         self._transfer, self._landing, self._memory = load.transfer, landing, memory
         self._scratch_address, self._timeout_s, self._clock = scratch_address, timeout_s, clock

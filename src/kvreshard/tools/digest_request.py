@@ -33,7 +33,8 @@ from kvreshard.plan.transfer import RankTransfer
 from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import VERSION
 from kvreshard.tools.cells import Cells, Cut, of_transfer
-from kvreshard.tools.digest import Digest, Memory, cut_tokens, digest_cells
+from kvreshard.tools.digest import Digest, cut_tokens, digest_cells
+from kvreshard.transport.local import LocalMemory
 
 # 16 MiB take some 8 ms to digest: as long as a session's thread may work at a stretch.
 REQUEST_BYTES = 16 << 20
@@ -88,7 +89,7 @@ def read_request(payload: bytes) -> DigestRequest | None:
     return request if request.version == VERSION else None
 
 
-def is_readable(memory: Memory, rank: Rank) -> bool:
+def is_readable(memory: LocalMemory, rank: Rank) -> bool:
     """Whether all of a rank's memory can be read for digests."""
     return all(memory.reaches(device) for device in set(rank.devices))
 
@@ -117,7 +118,7 @@ def make_requests(
 
 
 def answer_request(
-    request: DigestRequest, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: Memory
+    request: DigestRequest, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: LocalMemory
 ) -> Digest:
     """The requested digest, from this rank's own memory. `tables`: the pages that were published under the lease.
 

@@ -18,9 +18,9 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.lease import LeaseBook
-from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_request import DigestRequest, answer_request, is_readable
 from kvreshard.tools.mailbox import DigestAnswer, DigestMailbox, Status
+from kvreshard.transport.local import LocalMemory
 
 logger = get_logger(__name__)
 
@@ -31,7 +31,7 @@ WORK_S = 0.010
 class DigestServer:
     """See the module. Used from the session's thread only."""
 
-    def __init__(self, rank: int, mailbox: DigestMailbox, memory: Memory, clock: Callable[[], float]) -> None:
+    def __init__(self, rank: int, mailbox: DigestMailbox, memory: LocalMemory, clock: Callable[[], float]) -> None:
         self._rank, self._mailbox, self._memory, self._clock = rank, mailbox, memory, clock
         self._queue: dict[int, DigestRequest] = {}
         self.num_answered = 0

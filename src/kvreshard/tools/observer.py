@@ -19,7 +19,6 @@ from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.pull import Moved
 from kvreshard.session.scratch import Scratch
-from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer
@@ -28,6 +27,7 @@ from kvreshard.tools.mailbox import DigestMailbox
 from kvreshard.tools.recorder import Events, Recorder, is_recorded
 from kvreshard.tools.spans import LoadSpans
 from kvreshard.transport.base import MemoryRegion, Transfer
+from kvreshard.transport.local import LocalMemory
 
 logger = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class RankObserver(Observer):
     def __init__(
         self,
         rank: int,
-        memory: Memory,
+        memory: LocalMemory,
         options: ObserverOptions,
         *,
         recorder: Recorder | None = None,

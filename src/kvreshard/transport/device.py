@@ -204,11 +204,11 @@ class TensorMemory:
             storage[first : first + content.nbytes].copy_(torch.from_numpy(content))
 
     def reaches(self, device: str) -> bool:
-        """See `tools.digest.Memory.reaches`."""
+        """See `LocalMemory.reaches`."""
         return device in self._devices
 
     def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
-        """See `tools.digest.Memory.weighted_sums`. The device gathers, weighs and sums; only the sums are copied from it."""
+        """See `LocalMemory.weighted_sums`. The device gathers, weighs and sums; only the sums are copied from it."""
         import torch
 
         low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes

@@ -20,7 +20,7 @@ from kvreshard.plan.stage import Move
 
 
 class LocalMemory(Protocol):
-    """Memory of one kind of device."""
+    """Memory of one kind of device: `HostMemory`, or `device.TensorMemory`. The last two methods are for digests (`tools.digest`)."""
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """Zero the address ranges `[start[i], stop[i])`."""
@@ -28,20 +28,30 @@ class LocalMemory(Protocol):
     def move(self, buffer_address: int, move: Move) -> None:
         """Carry out a `Move` out of the buffer at an address."""
 
+    def reaches(self, device: str) -> bool:
+        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
+
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """Per row the sum of its units times their weights, modulo 2^64: shape (n,).
+
+        Row i has runs at `rows[i] + runs[j]`, shapes (n,) and (m,). A run has `k` units of 1 or 2 bytes, read as signed little-endian
+        numbers; unit u of run j weighs `weights[j, u]`, shape (m, k). All of it lies in one region.
+        """
+
 
 class HostMemory:
-    """Memory that the processor reaches by address. `reaches` and `weighted_sums` let `tools` digest it."""
+    """Memory that the processor reaches by address."""
 
     def read(self, low: int, high: int) -> NDArray[np.uint8]:
         """The bytes of addresses `[low, high)`, shape (high - low,), not copied."""
         return np.ndarray(high - low, np.uint8, memoryview((ctypes.c_uint8 * (high - low)).from_address(low)))
 
     def reaches(self, device: str) -> bool:
-        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
+        """See `LocalMemory.reaches`."""
         return device == "cpu"
 
     def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
-        """See `tools.digest.Memory.weighted_sums`."""
+        """See `LocalMemory.weighted_sums`."""
         low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
         rows, runs = rows - rows.min(), runs - runs.min()
         content = self.read(low, low + int(rows.max() + runs.max()) + run_bytes)

@@ -20,8 +20,8 @@ from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import RankTransfer
 from kvreshard.testing.oracle import oracle_transfer, write_values
 from kvreshard.tools.cells import Side, of_transfer
-from kvreshard.tools.digest import Digest, Memory, Part, digest_cells, digest_transfers
-from kvreshard.transport.local import HostMemory
+from kvreshard.tools.digest import Digest, Part, digest_cells, digest_transfers
+from kvreshard.transport.local import HostMemory, LocalMemory
 
 NUM_TOKENS = 45
 INTERVALS: dict[str, list[Tokens]] = {"attention": [(3, NUM_TOKENS)], "state": [(0, NUM_TOKENS)]}
@@ -55,7 +55,7 @@ class Arrived:
     dst_memory: dict[tuple[int, str], np.ndarray]
     transfers: tuple[RankTransfer, ...]
 
-    def memory_of(self, side: Side) -> dict[int, Memory]:
+    def memory_of(self, side: Side) -> dict[int, LocalMemory]:
         """Readers of each rank's memory: every rank is a process of its own, and addresses may repeat between ranks."""
         layout, memory = (self.src, self.src_memory) if side == "src" else (self.dst, self.dst_memory)
         return {

@@ -16,8 +16,8 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.tools.cells import INDICES_PER_WINDOW
-from kvreshard.tools.digest import UNITS_AT_ONCE, Digest, Memory, compare, digest_transfers, weights
-from kvreshard.transport.local import HostMemory
+from kvreshard.tools.digest import UNITS_AT_ONCE, Digest, compare, digest_transfers, weights
+from kvreshard.transport.local import HostMemory, LocalMemory
 
 KEY = b"key"
 
@@ -36,7 +36,7 @@ def latent(page: int = 4, pages: int = 8, channels: int = 6, per_state: int = 1,
 
 
 def digest(
-    layout: EngineLayout, tables: dict, intervals: dict, memory: Memory, key: bytes = KEY, rank: int = 0
+    layout: EngineLayout, tables: dict, intervals: dict, memory: LocalMemory, key: bytes = KEY, rank: int = 0
 ) -> dict[str, Digest]:
     """Per field the digest of what a rank would read from an engine like its own."""
     request = Request(tables, {}, intervals, {})
