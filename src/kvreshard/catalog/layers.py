@@ -85,7 +85,6 @@ class Model:
     default_page: int = 16
     default_order: str = "LBNHC"
     num_query_heads: int | None = None
-    notes: tuple[str, ...] = ()
     declared: str = NATIVE
     cast_from: str = ""
     doubts: tuple[str, ...] = ()
@@ -139,6 +138,4 @@ def as_draft(model: Model, draft: Model) -> Model:
         for layer in draft.layers
         if not layer.optional
     )
-    return replace(
-        model, layers=(*model.layers, *added), notes=(*model.notes, f"draft: {draft.name} ({draft.model_type})")
-    )
+    return replace(model, layers=(*model.layers, *added))

@@ -68,11 +68,6 @@ class TableGroup:
         sizes = {layer.page_bytes for layer in self.layers}
         return sizes.pop() if len(sizes) == 1 else None
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one page of the table, over all layers."""
-        return sum(layer.page_bytes for layer in self.layers)
-
 
 def hybrid_page_tokens(page_tokens: int, state_bytes: int, token_bytes: int, *, latent: bool = False) -> int:
     """Tokens of an attention page that holds a state of `state_bytes`.

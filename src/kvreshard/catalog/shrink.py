@@ -39,8 +39,7 @@ def shrink(model: Model, max_layers: int) -> Model:
         for layer in model.layers
         if layer.optional or layer.index in number_of
     )
-    note = f"shrunk to {len(number_of)} of {model.num_layers} decoder layers"
-    return replace(model, num_layers=len(number_of), layers=layers, notes=(*model.notes, note))
+    return replace(model, num_layers=len(number_of), layers=layers)
 
 
 def fit_stages(spec: EngineSpec, num_layers: int) -> EngineSpec:

@@ -122,19 +122,6 @@ class EngineSpec:
                 f"among them or with those of TP: use one of {', '.join(map(str, allowed))}"
             )
 
-    def __str__(self) -> str:
-        """The shortest text that reads as this engine."""
-        default = EngineSpec()
-        shown = {name: getattr(self, name) for name in (*SIZES[:6], "order", "dtype", "spec", "interior", *SIZES[6:])}
-        words = [f"{name}={value}" for name, value in shown.items() if name == "tp" or value != getattr(default, name)]
-        if self.stages:
-            stages = "+".join(map(str, self.stages))
-            words = [f"pp={stages}" if word.startswith("pp=") else word for word in words]
-        words += [f"page.{group}={tokens}" for group, tokens in self.page_of]
-        words += ["conv=dim-first"] if self.conv_dim_first else []
-        words += [] if self.draft is None else [f"draft={'on' if self.draft else 'off'}"]
-        return ",".join(words)
-
 
 def parse_engine(text: str) -> EngineSpec:
     """The engine of a text. Raises LayoutError naming key, value, the allowed values and the nearest match."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -102,7 +101,6 @@ def doctor(
     else:
         show_lines(Console(), lines)
     if num_errors:
-        sys.stdout.flush()
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -206,11 +206,13 @@ def bytes_text(count: int | Fraction) -> str:
 def seconds_text(seconds: float) -> str:
     """A duration for people, three digits.
 
-    >>> [seconds_text(s) for s in (8e-9, 0.0000651, 0.0123, 1.5, 90, 0)]
-    ['8 ns', '65.1 us', '12.3 ms', '1.5 s', '90 s', '0 s']
+    >>> [seconds_text(s) for s in (8e-9, 0.0000651, 0.0123, 0.9999, 1.5, 1234.5, 0)]
+    ['8 ns', '65.1 us', '12.3 ms', '1 s', '1.5 s', '1,234 s', '0 s']
     """
+    if seconds >= 999.5:  # in three digits it would have an exponent
+        return f"{seconds:,.0f} s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1 or not seconds:
+        if seconds * scale >= 0.9995 or not seconds:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
 

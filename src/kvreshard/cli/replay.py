@@ -5,7 +5,6 @@ Exit codes: 0 the outcome explains the failure (the same refusal, or nothing wro
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +47,6 @@ def replay_file(
     else:
         show_replay(Console(), file.name, flight, replayed)
     if replayed.outcome == "different":
-        sys.stdout.flush()
         raise typer.Exit(EXIT_DIFFERENT)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from kvreshard.cli.inputs import AsJson
 from kvreshard.cli.metrics_reading import PREFIX, Reading, Window, read_all, read_url
-from kvreshard.cli.output import bytes_text, number_column, show_table, write_json
+from kvreshard.cli.output import bytes_text, number_column, seconds_text, show_table, write_json
 
 MAX_ENGINES = 256
 COLUMNS = (
@@ -108,12 +108,12 @@ def row(url: str, window: Window) -> tuple[str, ...]:
     held, pool = now.total("blocks_held"), now.total("pool_blocks")
     return (
         _short(url),
-        _number(window.rate("load_seconds_count")),
-        _number(failed_rate(window)),
-        _bytes(window.rate("read_bytes_total")),
-        _seconds(window.quantile("load_seconds", 0.5)),
-        _seconds(window.quantile("load_seconds", 0.99)),
-        _seconds(window.quantile("wait_seconds", 0.99)),
+        _text(window.rate("load_seconds_count"), "{:,.1f}".format),
+        _text(failed_rate(window), "{:,.1f}".format),
+        _text(window.rate("read_bytes_total"), lambda size: bytes_text(round(size))),
+        _text(window.quantile("load_seconds", 0.5), seconds_text),
+        _text(window.quantile("load_seconds", 0.99), seconds_text),
+        _text(window.quantile("wait_seconds", 0.99), seconds_text),
         f"{now.total('loads_waiting'):,.0f}",
         f"{now.total('loads_in_flight'):,.0f}",
         f"{held / pool:.0%}" if pool else "",
@@ -185,20 +185,6 @@ def _short(url: str) -> str:
     return found.netloc if found.path == "/metrics" else url.partition("://")[2]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.1f}"
-
-
-def _bytes(value: float | None) -> str:
-    return "" if value is None else bytes_text(round(value))
-
-
-def _seconds(value: float | None) -> str:
-    """Seconds for people.
-
-    >>> _seconds(0.0123), _seconds(2.5)
-    ('12.3 ms', '2.50 s')
-    """
-    if value is None:
-        return ""
-    return f"{value * 1e3:.3g} ms" if value < 1.0 else f"{value:.2f} s"
+def _text(value: float | None, text: Callable[[float], str]) -> str:
+    """A value in words; empty if it is not known."""
+    return "" if value is None else text(value)

@@ -141,7 +141,6 @@ def verify(
     else:
         show_run(Console(), document, fitted)
     if not result.passed:
-        sys.stdout.flush()
         raise typer.Exit(EXIT_WRONG)
 
 

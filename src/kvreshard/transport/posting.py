@@ -37,10 +37,6 @@ class Windows:
         self._bytes: dict[str, int] = {}
         self.num_in_flight = 0  # slices, of all peers
 
-    def bytes_in_flight(self, peer: str) -> int:
-        """Cost of what was posted to a peer and has not settled."""
-        return self._bytes.get(peer, 0)
-
     def is_open(self, peer: str) -> bool:
         """Whether a slice of at most `share_bytes`, or of one copy, may be posted to a peer."""
         num_slices = self._slices.get(peer, 0)

@@ -72,7 +72,7 @@ def test_nearly_equal_buckets_are_not_split() -> None:
     full = [LayerPage(f"f{i}", "full", "full", "f", 16, 32768) for i in range(13)]
     groups = group_layers([*windows, *full], block_outermost=False)
     assert [len(group.layers) for group in groups] == [12, 13]
-    assert max(group.block_bytes for group in groups) == 425984
+    assert max(sum(layer.page_bytes for layer in group.layers) for group in groups) == 425984
     seven = group_layers([*full[:4], *windows[:7]], block_outermost=False)
     assert [len(group.layers) for group in seven] == [4, 4, 3]
 
@@ -245,7 +245,7 @@ def test_a_window_that_does_not_divide_is_padded() -> None:
 def test_windows_next_to_a_latent_that_does_not_divide_are_kept_whole() -> None:
     latents = [page(f"m{i}", "full", "m", 18432, rows=True) for i in range(4)]
     groups = group_layers([*latents, page("d", "window", "d", 65536, 2048)], block_outermost=False)
-    assert [(len(g.layers), g.block_bytes) for g in groups] == [(5, 4 * 18432 + 65536)]
+    assert [(len(g.layers), sum(layer.page_bytes for layer in g.layers)) for g in groups] == [(5, 4 * 18432 + 65536)]
     # A smaller window page is padded to the latent's, and keeps a table of its own.
     groups = group_layers([*latents, page("d", "window", "d", 16384, 2048)], block_outermost=False)
     assert [len(g.layers) for g in groups] == [1, 1, 1, 1, 1]

@@ -26,21 +26,6 @@ def test_uneven_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "tp=1",
-        "tp=8,pp=20+21+20,page=16",
-        "tp=4,dcp=2,interleave=8,page.full=64,conv=dim-first,draft=off",
-        "tp=2,spec=1",
-        "tp=2,dcp=4,pcp=2",
-    ],
-)
-def test_text_reads_back(text: str) -> None:
-    spec = parse_engine(text)
-    assert parse_engine(str(spec)) == spec
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("tpp=2", r"'tpp' \(value '2'\) is not known; use one of tp, .*did you mean 'tp'\?"),
