@@ -144,24 +144,26 @@ def make_rows(
 ) -> list[RowSet]:
     """Where copies lie, or all that a page may copy. `side`: how to call the remote side in a refusal. Raises TransportError."""
     if isinstance(copies, Page):
-        strided = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
-        sides, length = (copies.src_start, copies.dst_start), copies.length
+        starts = copies.src_start, copies.dst_start
+        pages = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
     else:
-        strided = None
-        sides, length = (copies.src_address, copies.dst_address), copies.length
-    _check_copies(*sides, length, strided or ((0, 1), (0, 1)))
+        starts, pages = (copies.src_address, copies.dst_address), ((0, 1), (0, 1))
+    length = copies.length
+    _check_copies(*starts, length, pages)
     if not len(length):
         return []
-    if strided is None and int(length.max()) > MAX_COPY_BYTES:
-        # Regions are looked up before a copy is cut, since a refusal names the copy.
-        _check_regions(sides, length, direction, local, remote, side)
-        *cut, length, _ = cut_long(*sides, length, max_bytes=MAX_COPY_BYTES)
-        sides = cut[0], cut[1]
-    is_read = direction is Direction.READ
-    here, there = (1, 0) if is_read else (0, 1)
-    local_rows, local_kind = _rows("local", local, sides[here], length, strided and strided[here])
-    remote_rows, remote_kind = _rows(side, remote, sides[there], length, strided and strided[there])
-    kinds, counts = 2 * local_kind + remote_kind, (strided[here][1], strided[there][1]) if strided else (1, 1)
+    here, there = (1, 0) if direction is Direction.READ else (0, 1)
+    for name, table, at in (("local", local, here), (side, remote, there)):
+        stride, count = pages[at]
+        table.check(name, starts[at], length + (count - 1) * stride if count > 1 else length)
+    if isinstance(copies, CopyList) and int(length.max()) > MAX_COPY_BYTES:
+        # Cut after the check, since a refusal names the copy, and one that crosses into another region is none that may be cut.
+        src, dst, length, _ = cut_long(*starts, length, max_bytes=MAX_COPY_BYTES)
+        starts = src, dst
+    is_page = isinstance(copies, Page)
+    local_rows, local_kind = _rows(local, starts[here], length, pages[here] if is_page else None)
+    remote_rows, remote_kind = _rows(remote, starts[there], length, pages[there] if is_page else None)
+    kinds, counts = 2 * local_kind + remote_kind, (pages[here][1], pages[there][1])
     if isinstance(kinds, int):
         return [_row_set(kinds, local_rows, remote_rows, counts)]
     chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
@@ -191,13 +193,13 @@ def check_pages(copies: PagedCopies) -> None:
             raise TransportError(f"{name} pages from {int(ids.min())} to {int(ids.max())}, but there are [0, {count})")
 
 
-def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]) -> None:
     """Raises TransportError unless these are copies: one number a side and copy, all in the address space."""
     columns = (("source", src), ("destination", dst), ("length", length))
     if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
         shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
         raise TransportError(f"copies need one source, one destination and one length each, as int64; got {shapes}")
-    for stride, count in strided:
+    for stride, count in pages:
         if stride < 0 or count < 1 or stride * (count - 1) >= ADDRESS_SPACE_BYTES // 2:
             raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
     most = ADDRESS_SPACE_BYTES // 2
@@ -210,36 +212,18 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple
         )
 
 
-def _check_regions(
-    sides: tuple[Int64s, Int64s],
-    length: Int64s,
-    direction: Direction,
-    local: RegionTable,
-    remote: RegionTable,
-    side: str,
-) -> None:
-    src, dst = sides
-    here, there = (dst, src) if direction is Direction.READ else (src, dst)
-    local.check("local", here, length)
-    remote.check(side, there, length)
-
-
 def _rows(
-    name: str, table: RegionTable, start: Int64s, length: Int64s, strided: tuple[int, int] | None
+    table: RegionTable, start: Int64s, length: Int64s, pages: tuple[int, int] | None
 ) -> tuple[Rows, int | NDArray[np.intp]]:
-    """NIXL's rows of one side, and the memory kind of each, one where all are alike. `strided`: stride and count of pages."""
-    stride, count = strided or (0, 1)
-    whole = length + (count - 1) * stride if strided else length
-    rows = np.empty((len(length), 5 if strided else 3), dtype=np.uint64)
+    """NIXL's rows of one side, which lie inside its regions, and the memory kind of each, one where all are alike. `pages`: stride and count."""
+    rows = np.empty((len(length), 5 if pages else 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1] = start, length
-    if strided:
-        rows[:, 3], rows[:, 4] = stride, count
+    if pages:
+        rows[:, 3], rows[:, 4] = pages
     if table.device is not None:
-        table.check(name, start, whole)
-        kind, number = _device(table.device)
-        rows[:, 2] = number
+        kind, rows[:, 2] = _device(table.device)
         return rows, kind
-    index = table.locate(name, start, whole)
+    index = table.locate("", start, length)
     devices = [_device(device) for device in table.devices]
     rows[:, 2] = np.array([number for _, number in devices], dtype=np.uint64)[index]
     return rows, np.array([kind for kind, _ in devices], dtype=np.intp)[index]
