@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvreshard.testing.scenario import pages_needed
 from kvreshard.transport.base import is_device
 
 Side = Literal["prefill", "decode"]
+SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -89,15 +90,6 @@ class Pair:
     title: str
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SideOptions:
-    """The options of one side: an engine of the model, or the file of a layout."""
-
-    side: Side
-    engine: str | None
-    layout_file: Path | None
 
 
 def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
@@ -207,37 +199,40 @@ def warn(found: tuple[str, ...]) -> None:
 
 def read_pair(
     model: str | None,
-    prefill: SideOptions,
-    decode: SideOptions,
-    pages: int | None,
-    draft: str | None,
+    engines: Sequence[str | None],
+    files: Sequence[Path | None] = (None, None),
+    pages: int | None = None,
+    draft: str | None = None,
     *,
     may_lack: bool = False,
     num_tokens: int | None = None,
 ) -> Pair:
-    """Both engines, each from a model and an engine or from a layout file.
+    """Prefill and decode, each an engine of the model or from a layout file.
 
     `may_lack`: a decode layout need not be a whole engine. `num_tokens`: see `describe_engine`.
     """
     for option, value in (("model", model), ("draft", draft), ("pages", pages)):
-        if value is not None and prefill.layout_file and decode.layout_file:
+        if value is not None and all(files):
             raise InputError(
                 f"--{option} {value}: both engines are layout files, which need nothing else; drop --{option}"
             )
     # Once for both sides: it may be a pipe.
     read_model = cache(lambda: load(model, draft)) if model is not None else None
-    sides = [_read_side(read_model, options, pages, num_tokens) for options in (prefill, decode)]
-    lacking = _check_whole(sides[1].layout, may_lack) if decode.layout_file is not None else ()
+    prefill, decode = sides = [
+        _read_side(read_model, side, engine, file, pages, num_tokens)
+        for side, engine, file in zip(SIDES, engines, files, strict=True)
+    ]
+    lacking = _check_whole(decode.layout, may_lack) if files[1] is not None else ()
     title = " -> ".join(
-        f"{options.side} {options.engine or options.layout_file} ({counted(len(side.layout.ranks), 'rank')})"
-        for options, side in zip((prefill, decode), sides, strict=True)
+        f"{side} {engine or file} ({counted(len(found.layout.ranks), 'rank')})"
+        for side, engine, file, found in zip(SIDES, engines, files, sides, strict=True)
     )
     return Pair(
-        sides[0].layout,
-        sides[1].layout,
+        prefill.layout,
+        decode.layout,
         f"{model}: {title}" if model else title,
-        (*sides[0].warnings, *sides[1].warnings, *lacking),
-        (*sides[0].notes, *sides[1].notes),
+        (*prefill.warnings, *decode.warnings, *lacking),
+        (*prefill.notes, *decode.notes),
     )
 
 
@@ -264,15 +259,19 @@ def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
 
 
 def _read_side(
-    read_model: Callable[[], Model] | None, options: SideOptions, pages: int | None, num_tokens: int | None
+    read_model: Callable[[], Model] | None,
+    side: Side,
+    engine: str | None,
+    file: Path | None,
+    pages: int | None,
+    num_tokens: int | None,
 ) -> Described:
-    side = options.side
-    if options.layout_file is not None and options.engine is not None:
+    if file is not None and engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
-    if options.layout_file is not None:
-        return Described(called(read_layout(options.layout_file, side), side, options.layout_file))
-    if options.engine is None:
+    if file is not None:
+        return Described(called(read_layout(file, side), side, file))
+    if engine is None:
         raise InputError(f"the {side} engine is missing; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
-        raise InputError(f"--{side} {options.engine} needs a model; give --model ID or --model config.json")
-    return describe_side(read_model(), side, options.engine, pages, num_tokens)
+        raise InputError(f"--{side} {engine} needs a model; give --model ID or --model config.json")
+    return describe_side(read_model(), side, engine, pages, num_tokens)

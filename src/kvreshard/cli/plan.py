@@ -31,7 +31,6 @@ from kvreshard.cli.inputs import (
     InputError,
     Pages,
     Pair,
-    SideOptions,
     engine_option,
     model_option,
     read_cost_model,
@@ -108,11 +107,10 @@ def plan(
         raise InputError(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
-    sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
-    options = SideOptions("prefill", prefill, sides[0]), SideOptions("decode", decode, sides[1])
+    files = layouts or (prefill_layout, decode_layout)
     most = max(tokens or USUAL_TOKENS, LARGEST_TOKENS if page_file else 0)
     room = None if tables is not None else most
-    pair = read_pair(model, *options, pages, draft, may_lack=incomplete, num_tokens=room)
+    pair = read_pair(model, (prefill, decode), files, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
     routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way)
     warn(pair.warnings)

@@ -12,7 +12,7 @@ was written before the planner and imports the model's nouns only, none of their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,7 @@ def oracle_transfer(
 
 def apply_request(src: EngineLayout, dst: EngineLayout, src_memory: Memory, after: Memory, request: Request) -> None:
     """The same in place: `after` is the destination's memory before, and then after, the request."""
-    for rank in dst.ranks:
-        _zero_new_pages(dst, rank, after, request)
+    fill_new_pages(dst, after, request, 0)
     for rank in dst.ranks:
         for shard in rank.shards:
             field = next(f for f in dst.fields if f.name == shard.field)
@@ -73,13 +72,14 @@ def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: 
                 memory[rank.rank, shard.region][where[held] + byte] = values[held][:, byte]
 
 
-def _zero_new_pages(dst: EngineLayout, rank: Rank, memory: Memory, request: Request) -> None:
-    for group in dst.groups:
+def fill_new_pages(dst: EngineLayout, memory: Memory, request: Request, byte: int) -> None:
+    """Fill the pages that were allocated for the request, on all ranks and in full."""
+    for rank, group in product(dst.ranks, dst.groups):
         for page in request.dst_new_pages.get(group.name, np.zeros(0, np.int64)).tolist():
             for slab in rank.slabs:
                 if slab.pool == group.pool:
                     start = slab.offset_bytes + page * slab.page_stride_bytes
-                    memory[rank.rank, slab.region][start : start + slab.page_bytes] = 0
+                    memory[rank.rank, slab.region][start : start + slab.page_bytes] = byte
 
 
 def _copy_field(

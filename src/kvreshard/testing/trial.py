@@ -26,7 +26,7 @@ from kvreshard.model import EngineLayout, Region, wire
 from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
-from kvreshard.testing.oracle import Memory, apply_request, differing_bytes, write_values
+from kvreshard.testing.oracle import Memory, apply_request, differing_bytes, fill_new_pages, write_values
 from kvreshard.testing.rank_memory import PLAIN_COPY_BYTES, time_plain_copy
 from kvreshard.testing.rank_mover import Load, Outcome
 from kvreshard.testing.ranks import Ranks
@@ -186,22 +186,13 @@ class _Trial:
                 part = content[start : start + FILLED_BYTES]
                 part[:] = rng.integers(0, 1 << 64, -(-len(part) // 8), dtype=np.uint64).view(np.uint8)[: len(part)]
         for request in requests:
-            self._poison(dst_memory, request)
+            fill_new_pages(self.dst, dst_memory, request, POISON)
         self._progress("fill", len(places), len(places))
         for number, request in enumerate(requests):
             self._progress("values", number, len(requests))
             write_values(self.src, self.dst, src_memory, request, seed + number)
         for number in range(self._num_src + len(self.dst.ranks)):
             self._ranks.give(number)
-
-    def _poison(self, dst_memory: Memory, request: Request) -> None:
-        for group in self.dst.groups:
-            pages = request.dst_new_pages.get(group.name, np.zeros(0, dtype=np.int64)).tolist()
-            for rank in self.dst.ranks:
-                for slab in (slab for slab in rank.slabs if slab.pool == group.pool):
-                    for page in pages:
-                        start = slab.offset_bytes + page * slab.page_stride_bytes
-                        dst_memory[rank.rank, slab.region][start : start + slab.page_bytes] = POISON
 
     def load(self, way: Way | None, cost: CostModel) -> float:
         """Send the layouts; returns the longest time in seconds that a rank took to decode, elect, compile and prove."""

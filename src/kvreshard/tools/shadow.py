@@ -64,21 +64,20 @@ class EndedLoad:
     rearranges: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowOptions:
-    """How sources are met. `report_file`: gets one JSON line per request; None: reports go to the log only."""
-
-    handshake_timeout_s: float
-    keys: Keys | None
-    allow_mismatch: tuple[str, ...]
-    report_file: str | None
-
-
 class ShadowJudge:
-    """Compares the loads of rank `rank` of `engine`."""
+    """Compares the loads of rank `rank` of `engine`. `report_file`: gets one JSON line per request; None: reports go to the log only."""
 
-    def __init__(self, engine: str, options: ShadowOptions) -> None:
-        self._engine, self._options = engine, options
+    def __init__(
+        self,
+        engine: str,
+        *,
+        handshake_timeout_s: float,
+        keys: Keys | None = None,
+        allow_mismatch: tuple[str, ...] = (),
+        report_file: str | None = None,
+    ) -> None:
+        self._engine, self._handshake_timeout_s, self._keys = engine, handshake_timeout_s, keys
+        self._allow_mismatch, self._report_file = allow_mismatch, report_file
         self.rank = 0
         self._engine_metadata: EngineMetadata | None = None
         self._dst: EngineLayout | None = None
@@ -162,22 +161,20 @@ class ShadowJudge:
         return self._met[remote]
 
     def _fetch(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
-        options = self._options
-        engine_metadata = fetch_engine_metadata(
-            remote.address, self._engine, self.rank, options.handshake_timeout_s, options.keys
-        )
+        timeout_s, keys = self._handshake_timeout_s, self._keys
+        engine_metadata = fetch_engine_metadata(remote.address, self._engine, self.rank, timeout_s, keys)
         if self._engine_metadata is not None:
-            check_compatibility(self._engine_metadata, engine_metadata, options.allow_mismatch)
+            check_compatibility(self._engine_metadata, engine_metadata, self._allow_mismatch)
         src = engine_metadata.decode_layout()
         route = compile_route(src, dst, self.rank)
         outcome = f"shadow: {describe_route(route)}"
-        send_outcome(remote.address, self._engine, self.rank, outcome, True, options.handshake_timeout_s, options.keys)
+        send_outcome(remote.address, self._engine, self.rank, outcome, True, timeout_s, keys)
         return src, route
 
     def _note(self, report: ShadowReport) -> None:
         """Write a report to the file, if there is one. Per verdict and peer, log the first report, then the 10th, 100th, ..."""
-        if self._options.report_file:
-            with open(self._options.report_file, "ab") as file:
+        if self._report_file:
+            with open(self._report_file, "ab") as file:
                 file.write(msgspec.json.encode(report) + b"\n")
         self._counts[report.verdict, report.peer] += 1
         count = self._counts[report.verdict, report.peer]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreshard.model import wire
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
-from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
+from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad
 from kvreshard.tools.shadow_record import RecordingAgent
 from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
@@ -30,9 +30,10 @@ class ShadowWorker:
         self._loads: dict[str, ShadowLoad] = {}
         self._judge = ShadowJudge(
             engine,
-            ShadowOptions(
-                options.handshake_timeout_s, options.keys, options.allow_mismatch, options.shadow_report_file
-            ),
+            handshake_timeout_s=options.handshake_timeout_s,
+            keys=options.keys,
+            allow_mismatch=options.allow_mismatch,
+            report_file=options.shadow_report_file,
         )
         self._record()
 

@@ -22,7 +22,7 @@ from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.seal import Seal
-from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
+from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
@@ -151,7 +151,7 @@ def judged(
     """A judge of the destination, the source's listener, and the reports once there are so many."""
     src, dst = pair
     file, listener = tmp_path / "reports", HandshakeServer(Address("127.0.0.1", 0), metadata_of(src))
-    judge = ShadowJudge(dst.engine, ShadowOptions(5.0, None, (), str(file)))
+    judge = ShadowJudge(dst.engine, handshake_timeout_s=5.0, report_file=str(file))
     judge.introduce(metadata_of(dst))
 
     def reports(number: int) -> list[dict[str, Any]]:
