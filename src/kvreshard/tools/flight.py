@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError, WireError
+from kvreshard.model.form import Head
 from kvreshard.model.ownership import MAX_SIZE
 from kvreshard.model.tables import Request
 from kvreshard.session.commands import Failure
@@ -78,11 +79,6 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     num_events_forgotten: Number = 0
 
 
-class _Head(msgspec.Struct):
-    form: str
-    version: int
-
-
 def encode_flight(flight: Flight) -> bytes:
     """The bytes of a record. Raises WireError for one that is too long, or for a page id that does not fit."""
     wanted = flight.transfer
@@ -101,13 +97,7 @@ def encode_flight(flight: Flight) -> bytes:
 def decode_flight(message: bytes) -> Flight:
     """The record. Raises WireError for anything else, another version included."""
     try:
-        head = _head_decoder.decode(message)
-        if head.form != FORM:
-            raise WireError(f"this is '{head.form[:80]}', not a '{FORM}'")
-        if head.version != VERSION:
-            raise WireError(
-                f"flight record of version {head.version}; this command reads version {VERSION}: use the release that wrote it"
-            )
+        _head_decoder.decode(message).check(FORM, VERSION, "use the release that wrote it")
         flight = _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BindError) as error:
         raise WireError(f"not a flight record ({len(message)} bytes): {error}") from None
@@ -142,5 +132,5 @@ def _decode_pages(_: type, content: Any) -> NDArray[np.int64]:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_pages)
-_head_decoder = msgspec.msgpack.Decoder(_Head)
+_head_decoder = msgspec.msgpack.Decoder(Head)
 _decoder = msgspec.msgpack.Decoder(Flight, dec_hook=_decode_pages)

@@ -249,7 +249,7 @@ def test_truncations_and_other_versions_are_refused(good: bytes) -> None:
     for length in range(0, len(good), 7):
         with pytest.raises(WireError):
             decode_flight(good[:length])
-    with pytest.raises(WireError, match="version 2; this command reads version 1: use the release"):
+    with pytest.raises(WireError, match="version 2; this side reads version 1: use the release"):
         decode_flight(encode_flight(msgspec.structs.replace(flight, version=2)))
     with pytest.raises(WireError, match=r"'other', not a 'kvreshard\.flight'"):
         decode_flight(encode_flight(msgspec.structs.replace(flight, form="other")))
