@@ -1,7 +1,9 @@
 """The command line (`app`), the only room that prints."""
 
+import io
 import os
 import signal
+import sys
 
 __all__ = ["main"]
 
@@ -15,6 +17,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, _stop)
     from kvreshard.cli.app import app
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path of this machine, or a text of a file, may have what no encoding writes. In JSON such an escape is the character itself.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -176,7 +176,7 @@ def read_engine(url: str) -> Reading:
         return Reading(time.monotonic(), error=f"cannot be reached: {_reason(error.reason)}")
     except (OSError, http.client.HTTPException) as error:
         return Reading(time.monotonic(), error=f"cannot be read: {_reason(error)}")
-    except ValueError:
+    except (ValueError, IndexError):  # the parser raises the second for a label without a name
         return Reading(time.monotonic(), error="its answer is no text of metrics")
     if not values:
         return Reading(time.monotonic(), error="has no series of kvreshard: is ReshardConnector its connector?")

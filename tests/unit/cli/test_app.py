@@ -128,6 +128,24 @@ def test_a_shell_completes_words(words: str, wanted: str) -> None:
     assert (wanted in done.stdout.split(), done.stderr) == (True, "")
 
 
+def test_text_that_no_encoding_writes_is_escaped(tmp_path: Path) -> None:
+    """Half of a pair of surrogates, in a file's text and in its name."""
+    path = tmp_path / os.fsdecode(b"\xff.json")
+    fields = (
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "dtype": "float16"'
+    )
+    path.write_text(f'{{"model_type": "\\ud800x", {fields}}}')
+    for words in ([], ["--json"]):
+        done = subprocess.run(
+            [*KVRESHARD, "models", path, *words],
+            check=False,
+            capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        )
+        assert (b"\\ud800x" in done.stdout, b"\\udcff.json" in done.stdout, done.stderr) == (True, True, b"")
+    assert json.loads(done.stdout)[0]["model_type"] == "\ud800x"
+
+
 def test_a_bug_is_not_dressed_up_as_bad_input() -> None:
     def broken() -> None:
         raise ZeroDivisionError
