@@ -302,7 +302,7 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
     if not isinstance(raw, Mapping):
         raise LayoutError(f"config of '{model}': holds {_shown(raw)}; it must be a JSON object with named fields")
     if raw.get("model_type") is None and isinstance(listed := raw.get("architectures"), Sequence):
-        known = [UNTYPED[name] for name in listed if name in UNTYPED]
+        known = [UNTYPED[name] for name in listed if isinstance(name, str) and name in UNTYPED]
         raw = {**raw, "model_type": known[0]} if known else raw
     path, around = "", raw
     if isinstance(raw.get(SPEAKING), Mapping):

@@ -30,12 +30,14 @@ MAX_FLIGHT_BYTES = 16 << 20
 PAGE_BYTES = 4
 MAX_PAGE = 2 ** (8 * PAGE_BYTES) - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# No NaN, and below the year 5139: a time that can be written as a date.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class FlightEvent(msgspec.Struct, frozen=True, array_like=True):
     """`at_s`: seconds since the load was commanded."""
 
-    at_s: float
+    at_s: Seconds
     name: str
     text: str
 
@@ -63,7 +65,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     form: str = FORM
     version: int = VERSION
     kvreshard: str
-    written_at_s: float
+    written_at_s: Seconds
     rank: Number
     request: str
     source_request: str

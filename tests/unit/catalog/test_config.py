@@ -395,3 +395,9 @@ def test_an_unknown_type_without_shaping_fields_is_plain_attention() -> None:
     assert kinds(read_model("m", alike)) == kinds(read_model("m", PLAIN))
     off = changed(raw, use_sliding_window=False, sliding_window=64, max_window_layers=2)
     assert kinds(read_model("m", off)) == kinds(read_model("m", PLAIN))
+
+
+@pytest.mark.parametrize("listed", [[[]], [{}], [None], "LongcatFlashForCausalLM"])
+def test_architectures_that_are_no_names_are_no_type(listed: object) -> None:
+    with pytest.raises(LayoutError, match="'model_type': is missing"):
+        read_model("m", {"architectures": listed, "dtype": "bfloat16"})

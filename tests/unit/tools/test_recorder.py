@@ -253,6 +253,9 @@ def test_truncations_and_other_versions_are_refused(good: bytes) -> None:
         decode_flight(encode_flight(msgspec.structs.replace(flight, version=2)))
     with pytest.raises(WireError, match=r"'other', not a 'kvreshard\.flight'"):
         decode_flight(encode_flight(msgspec.structs.replace(flight, form="other")))
+    for seconds in (float("nan"), 2.0**63):  # no date
+        with pytest.raises(WireError, match="written_at_s"):
+            decode_flight(encode_flight(msgspec.structs.replace(flight, written_at_s=seconds)))
 
 
 @given(noise=st.binary(max_size=200))
