@@ -191,7 +191,7 @@ def _price_sizes(
         raise InputError("--html shows a request, and none fits these engines; --tokens 1 says why")
     steps: list[Priced] = []
     first = 0
-    own = max(table.num_tokens for table in request.dst_tables.values())
+    own = max((table.num_tokens for table in request.dst_tables.values()), default=0)
     for size in sorted({own, *sizes}):
         if size == own:
             first = len(steps)

@@ -181,6 +181,12 @@ def test_options_of_a_request_decide_its_sizes(run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     (step,) = Page(file).data["steps"]
     assert step["what"].startswith("the request of ")
+    tables = tmp_path / "tables.json"  # nothing at the decode engine, nothing to move
+    tables.write_text('{"prefill": {}, "decode": {}, "intervals": {"full": []}}')
+    result = run(*llama, "--tables", tables, "--html", file)
+    assert result.exit_code == 0, result.stderr
+    (step,) = Page(file).data["steps"]
+    assert step["verdict"] == "nothing"
 
 
 HOSTILE = (
