@@ -135,20 +135,11 @@ class Peers:
             self._drop(remote)
 
     def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
-        """Drop a peer that has failed; the next request meets it anew. With `peer`, only if it is still that one.
-
-        A handshake under way stays known: the transport must not keep a peer that nothing here knows.
-        """
+        """Drop a peer that has failed; the next request meets it anew. With `peer`, only if it is still that one."""
         remote = self._canonical(remote)
         known = self._known.get(remote)
-        if known is None or not known.peer.done():
-            return
-        found = known.found
-        if peer is not None and found is not peer:
-            return
-        self._drop(remote)
-        if found is not None:
-            disconnect(found)
+        if known is not None and (peer is None or known.found is peer):
+            self._forget(remote, known)
 
     def check(self, me: LocalRank, peer: Peer) -> None:
         """Ask whether a peer is still there; a later `sweep` forgets one that is not."""
@@ -177,7 +168,7 @@ class Peers:
             found = known.found
             kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
             if now_s >= known.used_s + kept_s and found not in used:
-                self.forget(remote)
+                self._forget(remote, known)
 
     def take_handshakes(self) -> list[tuple[float, bool]]:
         """Of each handshake that has ended since the last call: its seconds, and whether the engine was met."""
@@ -230,6 +221,17 @@ class Peers:
             if found is not None:
                 known.checked.add(other)
                 self.check(me, found)
+
+    def _forget(self, remote: RemoteEngine, known: _Known) -> None:
+        """Drop what is known under exactly this reference: the same instance may have been met at another address.
+
+        A handshake under way stays known: the transport must not keep a peer that nothing here knows.
+        """
+        if known.peer.done():
+            found = known.found
+            self._drop(remote)
+            if found is not None:
+                disconnect(found)
 
     def _drop(self, remote: RemoteEngine) -> None:
         """Remove a reference."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from tests.faulty_memory import FaultyFabric, no_fault
 from tests.pairs.small import engine
+from tests.ports import free_ports
 from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
@@ -19,7 +20,7 @@ from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.peer import LocalRank, Peer, connect_engine
-from kvreshard.session.peers import MAX_PER_HOST, Peers
+from kvreshard.session.peers import MAX_PER_HOST, SWEEP_S, Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
@@ -194,6 +195,18 @@ def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
     assert room.peers.get(room.me, other).result(PATIENCE_S) is room.peers.met(other) is first
     room.peers.forget(other)
     assert room.peers.get(room.me, other).result(PATIENCE_S) is not first
+
+
+def test_an_address_that_was_wrong_is_forgotten_without_the_peer_that_is_read_from(room: Room) -> None:
+    room.gate.set()
+    wrong = RemoteEngine("prefill", LIFE, Address("127.0.0.1", free_ports(1)))
+    assert isinstance(room.peers.get(room.me, wrong).exception(PATIENCE_S), HandshakeError)
+    peer = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.clock.now_s += SWEEP_S
+    room.peers.sweep(lambda: {peer})
+    assert wrong not in room.peers._known
+    assert room.peers.met(room.remote) is peer
+    peer.mover.transport.notify(peer.mover.peers[0], b"still known")
 
 
 def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) -> None:
