@@ -81,8 +81,9 @@ class Follower:
         if address is not None:
             source = self._sources[address]
             del source.wanted[name]
-            if not source.wanted:
-                self._forget(address)
+            if not source.wanted and source.reply is not None:
+                source.reply.cancel()
+                source.reply = None
 
     def take(self) -> list[tuple[str, Answer | HandshakeError]]:
         """What was answered since the last call. Names in it are followed no more."""
@@ -101,10 +102,14 @@ class Follower:
     def ask(self) -> float:
         """Send the questions that are due; seconds until the next is."""
         now_s = self._clock()
-        for address, source in self._sources.items():
-            if source.has_changed and now_s >= source.not_before_s:
+        for address, source in list(self._sources.items()):
+            if now_s < source.not_before_s:  # kept meanwhile, so that whoever follows it again waits as well
+                continue
+            if not source.wanted:
+                del self._sources[address]
+            elif source.has_changed:
                 self._ask(address, source)
-        waits = [source.not_before_s - now_s for source in self._sources.values() if source.has_changed]
+        waits = [one.not_before_s - now_s for one in self._sources.values() if one.wanted and one.has_changed]
         return max(0.0, min(waits, default=QUESTION_S))
 
     def close(self) -> None:
@@ -143,8 +148,3 @@ class Follower:
             source.not_before_s = self._clock() + RETRY_S
             return [(name, error) for _, name in asked]
         return [(name, answers[place]) for place, name in asked if place in answers]
-
-    def _forget(self, address: Address) -> None:
-        source = self._sources.pop(address)
-        if source.reply is not None:
-            source.reply.cancel()

@@ -157,8 +157,9 @@ class Following:
         return asked is not None and not asked.is_over
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a listener has answered, or so long; whether there is anything to `take`."""
-        return self._told.wait(seconds) and self.listen()
+        """Wait until a listener has answered or is to be asked again, or so long; whether there is anything to `take`."""
+        next_s = seconds if self._follower is None else self._follower.ask()
+        return self._told.wait(min(seconds, next_s)) and self.listen()
 
     def close(self) -> None:
         """End all questions."""

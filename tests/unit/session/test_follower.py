@@ -142,3 +142,17 @@ def test_an_engine_that_shows_nothing_says_so(follower: Follower) -> None:
     world.close()
     assert isinstance(error, HandshakeError)
     assert "does not show prefills" in str(error)
+
+
+def test_who_cannot_be_asked_is_asked_again_only_after_a_while() -> None:
+    follower, address, errors = Follower("decode", 0, None, lambda: None), Address("127.0.0.1", free_ports(1)), 0
+    until_s = time.monotonic() + 0.5 * followers.RETRY_S
+    while time.monotonic() < until_s:
+        errors += len(follower.take())
+        follower.follow("r", address, Known("x"))  # as its callers do, each time they have heard of it
+        wait_s = follower.ask()
+        time.sleep(0.002)
+    follower.drop("r")
+    follower.close()
+    assert errors == 1
+    assert wait_s <= followers.RETRY_S
