@@ -34,15 +34,14 @@ from kvreshard.plan.copies import Copies, Int64s
 from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.session.commands import Failure, RemoteLease
+from kvreshard.session.commands import Failure, Load, RemoteLease
 from kvreshard.session.handshake_messages import HandshakeError, Known
 from kvreshard.session.job import Job
 from kvreshard.session.observer import Landing
 from kvreshard.session.parts import Part
 from kvreshard.session.peer import Peer
 from kvreshard.session.progress import Progress
-from kvreshard.session.pull import Moved, StaleLease, Steps, check_words, run_batches, settled, take_buffer
-from kvreshard.session.seal import SealError
+from kvreshard.session.pull import Moved, StaleLease, Steps, check_words, pull_steps, run_batches, settled, take_buffer
 from kvreshard.session.statement import Answer, Statement
 from kvreshard.transport.base import Direction, Transfer, TransferState
 
@@ -132,31 +131,25 @@ class _Cursors:
 
 @dataclass(slots=True, eq=False)
 class EarlyJob(Job):
-    """See the module. `may_read`: whether nobody waits for another load of this rank."""
+    """See the module. `may_read`: whether nobody waits for another load of this rank. `on_new_lease`: called with the load as it was and as it
+    is, when its prefill has begun again under another lease.
+    """
+
+    is_awaited = False
 
     may_read: Callable[[], bool] = lambda: True
+    on_new_lease: Callable[[Load, Load], None] = lambda old, new: None
     _life: _Life = field(init=False)
     _next_life: _Life | None = None
     _progress: Mapping[int, Progress] = field(default_factory=dict)
     _is_over: bool = False
     _needs_end: bool = False
-    _told_s: float = 0.0
-    _num_bytes: int = 0
-    _early_bytes: int = 0
-    _num_copies: int = 0
-    _staged_bytes: int = 0
+    _moved: Moved = field(default_factory=Moved)
     _final_s: float | None = None
-    _early_s: float = 0.0
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
-        self._told_s = self.ordered_s
         self._life = _Life(self.load.lease, dict(self.load.transfer.src_tables), is_complete=False)
-
-    @property
-    def is_awaited(self) -> bool:
-        """See `Job.is_awaited`."""
-        return False
 
     @property
     def known(self) -> Known:
@@ -169,13 +162,6 @@ class EarlyJob(Job):
         is_known = self._life.is_complete and not self._is_over
         return self.peer is not None and self.outcome is None and not (self.is_stopped or is_known)
 
-    @property
-    def deadline_s(self) -> float:
-        """See `Job.deadline_s`."""
-        if self._stopped is not None:
-            return self._stopped_s + self.options.settle_timeout_s
-        return self._told_s + self.options.load_timeout_s
-
     def see(self, told: Mapping[int, Progress | None], now_s: float) -> None:
         """What the words of the lease say, by source rank; None where its lease word is another.
 
@@ -184,7 +170,7 @@ class EarlyJob(Job):
         self._progress = {rank: progress for rank, progress in told.items() if progress is not None}
         self._is_over |= bool(self._life.held_by - self._progress.keys())
         self._life.held_by.update(self._progress)
-        self._told_s = now_s
+        self.since_s = now_s
 
     def hear(self, answer: Answer | HandshakeError, now_s: float) -> None:
         """What the listener says. A listener that cannot be asked is asked again, until the load's time is over."""
@@ -192,12 +178,12 @@ class EarlyJob(Job):
             return
         if answer.state == "ended":
             self.stop(Failure("prefill", f"its prefill has ended: {answer.text}"), now_s)
-        self._told_s = now_s
+        self.since_s = now_s
         if answer.statement is None:
             return
         try:
             self._take(self.peer, answer.statement)
-        except (SealError, KvReshardError) as error:
+        except KvReshardError as error:
             self.stop(Failure("seal", str(error)), now_s)
         except ValueError as error:
             self.stop(Failure("prefill", str(error)), now_s)
@@ -230,11 +216,11 @@ class EarlyJob(Job):
         intervals = self.load.transfer.intervals
         wanted = [part for part in peer.parts.parts if part.is_wanted(self.load.transfer)]
         cursors = _Cursors(wanted, intervals, peer.layout)
-        rest = [transfer for transfer in peer.parts.rest.transfers if intervals.get(transfer.dst_group.name)]
-        self._needs_end = bool(rest) or self.observer.waits_for_end
+        has_rest = any(intervals.get(transfer.dst_group.name) for transfer in peer.parts.rest.transfers)
+        self._needs_end = has_rest or self.observer.waits_for_end
         while True:
             yield from self._read_early(peer, cursors)
-            moved = yield from self._read_rest(peer, bool(rest))
+            moved = yield from self._read_rest(peer)
             if moved is not None:
                 self.state = "checking"
                 yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
@@ -252,7 +238,7 @@ class EarlyJob(Job):
                     raise error
             if busy_since_s is not None and not in_flight:
                 until_s = peer.mover.clock() if self._final_s is None else self._final_s
-                self._early_s += max(0.0, until_s - busy_since_s)
+                self._moved += Moved(early_s=max(0.0, until_s - busy_since_s))
                 busy_since_s = None
             if self._is_over:
                 while in_flight:
@@ -306,9 +292,13 @@ class EarlyJob(Job):
             for route in peer.parts.routes(parts):
                 plan = self._plan(peer, route, self._clipped(interval))
                 direct += plan.direct
-                self._count(plan)
+                moved = Moved.by(plan)
+                self._moved += moved if self._final_s is not None else replace(moved, num_early_bytes=moved.num_bytes)
                 yield from run_batches(peer.mover, plan.batches, self._note_posted, lambda: None)
-        posted = self._post(peer, direct)
+        posted: list[Transfer] = []
+        for copies in gathered(direct):
+            posted.append(peer.mover.post(Direction.READ, copies))
+            self._note_posted(posted[-1])
         for number, _, stop in wanted:
             cursors.read[number] = stop
         return posted
@@ -318,13 +308,6 @@ class EarlyJob(Job):
         staging = peer.mover.staging
         plan = plan_reads(route, request, staging.half_bytes if staging else 0)
         return plan if not plan.batches or take_buffer(peer.mover) else plan_reads(route, request)
-
-    def _count(self, plan: ReadPlan) -> None:
-        num_bytes = sum(one.num_bytes for one in (*plan.direct, *plan.batches))
-        self._num_bytes += num_bytes
-        self._early_bytes += num_bytes if self._final_s is None else 0
-        self._num_copies += sum(one.num_copies for one in plan.direct) + sum(b.reads.num_copies for b in plan.batches)
-        self._staged_bytes += sum(batch.num_bytes for batch in plan.batches)
 
     def _clipped(self, tokens: Tokens) -> Request:
         """The request for some tokens, with the pages that are known."""
@@ -336,47 +319,29 @@ class EarlyJob(Job):
         }
         return Request(self._life.tables, transfer.dst_tables, intervals, {})
 
-    def _post(self, peer: Peer, copies: Iterable[Copies]) -> list[Transfer]:
-        """The reads of these copies, as few as can be, now under way."""
-        posted = []
-        for together in gathered(copies):
-            posted.append(peer.mover.post(Direction.READ, together))
-            self._note_posted(posted[-1])
-        return posted
-
-    def _read_rest(self, peer: Peer, has_rest: bool) -> Generator[Transfer | float | None, None, Moved | None]:
+    def _read_rest(self, peer: Peer) -> Generator[Transfer | float | None, None, Moved | None]:
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
-        mover, note, transfer = peer.mover, self.observer.noted, self.load.transfer
+        clock, note = peer.mover.clock, self.observer.noted
         self.state = "transferring"
-        started_s = self._final_s = mover.clock() if self._final_s is None else self._final_s
-        whole = Request(self._life.tables, transfer.dst_tables, transfer.intervals, transfer.dst_new_pages)
+        started_s = self._final_s = clock() if self._final_s is None else self._final_s
+        whole = replace(self.load.transfer, src_tables=self._life.tables)
         check_request(peer.route, whole)
-        self.load = replace(self.load, transfer=whole, lease=self._life.lease)
-        plan = self._plan(peer, peer.parts.rest, whole) if has_rest else ReadPlan((), ())
-        self._count(plan)
-        posted = self._post(peer, plan.direct)
-        num_zeroed = mover.fill(self.dst, peer.route, whole) if transfer.dst_new_pages else 0
-        yield from run_batches(mover, plan.batches, self._note_posted, lambda: None)
-        error: Exception | None = None
-        for one in posted:
-            error = (yield from settled(one)) or error
-        if error is not None:
-            raise error
+        self.load = replace(self.load, transfer=whole)
+        rest = yield from pull_steps(
+            peer.mover, peer.parts.rest, whole, self.dst, None, self._note_posted, note, peer.route
+        )
         note("settled", "reading lease words")
-        if self.scratch_address is None:
-            yield from self._find_proof(peer)
-        proof = peer.lease_proof(self.load.lease, self.scratch_address or 0)
-        error = yield from check_words(mover, proof, peer.route.src_ranks, self._note_posted)
+        proof = yield from self._find_proof(peer)
+        error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
         if isinstance(error, StaleLease) and not self._life.is_complete:
             self._is_over = True
             return None
         if error is not None:
             raise error
-        num_bytes, num_early = self._num_bytes, self._early_bytes
-        note("read", f"{num_bytes} bytes, {num_early} of them early; the lease held on every rank that was read")
-        total_s = mover.clock() - started_s
-        moved = Moved(num_bytes, num_bytes, self._num_copies, self._staged_bytes, 0.0, total_s, num_zeroed)
-        return replace(moved, num_early_bytes=num_early, early_s=self._early_s)
+        moved = replace(self._moved + rest, total_s=clock() - started_s)
+        early = f"{moved.num_bytes} bytes, {moved.num_early_bytes} of them early"
+        note("read", f"{early}; the lease held on every rank that was read")
+        return moved
 
     def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
@@ -390,8 +355,7 @@ class EarlyJob(Job):
                 )
             yield UNTIL_TOLD
         self._life, self._next_life = self._next_life, None
-        self.load = replace(self.load, lease=self._life.lease)
-        self._progress, self._is_over, self._final_s = {}, False, None
-        self._num_bytes = self._early_bytes = self._num_copies = self._staged_bytes = 0
-        self._early_s = 0.0
+        former, self.load = self.load, replace(self.load, lease=self._life.lease)
+        self.on_new_lease(former, self.load)
+        self._progress, self._is_over, self._final_s, self._moved = {}, False, None, Moved()
         cursors.forget()

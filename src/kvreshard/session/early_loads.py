@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvreshard.session.commands import EndpointOptions, Failure, Load
+from kvreshard.session.commands import EndpointOptions, Failure
 from kvreshard.session.early_job import EarlyJob
 from kvreshard.session.follower import Follower
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.progress_reader import ProgressReader
-from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.statement import Answer
@@ -22,22 +21,18 @@ REST_S = 0.050
 
 
 class EarlyLoads:
-    """Of one rank. `leases`: told when a prefill goes on under another lease. `results`: told when one has gone on. `wake`: called when there is something to take, on any thread."""
+    """Of one rank. `results`: told when a prefill has gone on. `wake`: called when there is something to take, on any thread."""
 
     def __init__(
         self,
         scratch: Scratch,
-        leases: RemoteLeases,
         results: ResultQueue,
         options: EndpointOptions,
         wake: Callable[[], None],
         follower: Follower | None = None,
     ) -> None:
-        self._scratch, self._leases, self._options, self._wake = scratch, leases, options, wake
-        self._results = results
+        self._scratch, self._results, self._options, self._wake = scratch, results, options, wake
         self._jobs: dict[str, EarlyJob] = {}
-        # What `leases` was told that each job loads.
-        self._loads: dict[str, Load] = {}
         self._readers: dict[Peer, ProgressReader] = {}
         self._follower = follower
 
@@ -48,14 +43,13 @@ class EarlyLoads:
         """A load begins."""
         if self._follower is None:
             self._follower = Follower(me.engine_metadata.engine, me.rank, self._options.keys, self._wake)
-        self._jobs[job.load.request], self._loads[job.load.request] = job, job.load
+        self._jobs[job.load.request] = job
 
     def end(self, job: EarlyJob) -> None:
         """A load has ended."""
         name = job.load.request
         if self._jobs.get(name) is job:
-            self._change_lease(name, job)
-            del self._jobs[name], self._loads[name]
+            del self._jobs[name]
             if self._follower is not None:
                 self._follower.drop(name)
             for reader in self._readers.values():
@@ -72,7 +66,6 @@ class EarlyLoads:
                 self._jobs[name].hear(answer, now_s)
                 self._jobs[name].wake()
         for name, job in self._jobs.items():
-            self._change_lease(name, job)
             if job.follows:
                 self._follower.follow(name, job.load.remote.address, job.known)
             else:
@@ -110,9 +103,3 @@ class EarlyLoads:
                     reader.unwatch(name)
                     job.stop(Failure("transfer", f"progress could not be read: {error}"), now_s)
                     job.wake()
-
-    def _change_lease(self, name: str, job: EarlyJob) -> None:
-        """Whatever lease a job ends with is the one that is reported."""
-        if job.load.lease != self._loads[name].lease:
-            self._leases.change(self._loads[name], job.load)
-            self._loads[name] = job.load

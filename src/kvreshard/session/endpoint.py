@@ -103,7 +103,7 @@ class Endpoint:
         self._jobs = Jobs(options, self._scratch.take, self.wake)
         self._collected_s = clock()
         self._results = ResultQueue()
-        self._early = EarlyLoads(self._scratch, self._remote_leases, self._results, options, self.wake, follower)
+        self._early = EarlyLoads(self._scratch, self._results, options, self.wake, follower)
         self._is_attentive = self._has_published = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
@@ -297,6 +297,7 @@ class Endpoint:
         self._remote_leases.begin(load)
         if isinstance(job, EarlyJob):
             job.may_read = lambda: not self._jobs.num_awaited
+            job.on_new_lease = self._remote_leases.change
             self._early.add(job, me)
         self._jobs.add(job)
 
@@ -350,7 +351,6 @@ class Endpoint:
             return
         if isinstance(job, EarlyJob):
             self._early.end(job)
-            load = job.load
         self._end_lease(job)
         if isinstance(outcome, Failure):
             self._results.end(load.request, outcome, job.observer.check)

@@ -17,7 +17,7 @@ import queue
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
@@ -41,12 +41,15 @@ _WAITING_FOR: dict[LoadState, str] = {
 class Job:
     """One load. `on_event` is called, on any thread, when the job must be advanced.
 
-    `take_scratch`: the address of so many words, None while there are none. `scratch_address`: what it has returned.
+    `take_scratch`: the address of so many words, None while there are none. `scratch_address`: what it has returned. `since_s`: when it was
+    ordered, or last heard of its prefill. `is_awaited`: its request has waited for it from the first moment on; the others come second.
     """
+
+    is_awaited: ClassVar[bool] = True
 
     load: Load
     handshake: Future[Peer]
-    ordered_s: float
+    since_s: float
     dst: EngineLayout
     options: EndpointOptions
     on_event: Callable[[Job], None]
@@ -80,11 +83,6 @@ class Job:
         return isinstance(self.outcome, Failure) and self.outcome.is_quarantined
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether its request has waited for it from the first moment on: loads of which that is not so come second."""
-        return True
-
-    @property
     def is_polling(self) -> bool:
         """Whether it waits for something that does not wake it: scratch words, the staging buffer, the answer to a digest request."""
         return self.peer is not None and self._stopped is None and self._waiting is None
@@ -94,7 +92,7 @@ class Job:
         """When it must be advanced although nothing has happened."""
         if self._stopped is not None:
             return self._stopped_s + self.options.settle_timeout_s
-        return self.ordered_s + self.options.load_timeout_s
+        return self.since_s + self.options.load_timeout_s
 
     def wake(self) -> None:
         """Have it advanced soon."""
@@ -161,10 +159,11 @@ class Job:
 
     def _find_proof(self, peer: Peer) -> Generator[Transfer | float | None, None, LeaseProof]:
         """Where the lease words are, and room to read them."""
-        while (address := self.take_scratch(len(peer.route.src_ranks))) is None:
-            yield None
-        self.scratch_address = address
-        return peer.lease_proof(self.load.lease, address)
+        while self.scratch_address is None:
+            self.scratch_address = self.take_scratch(len(peer.route.src_ranks))
+            if self.scratch_address is None:
+                yield None
+        return peer.lease_proof(self.load.lease, self.scratch_address)
 
     def _check_seal(self, peer: Peer) -> None:
         """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
@@ -174,23 +173,22 @@ class Job:
         check_seal(peer.engine_metadata.key, source, sealed, self.load.transfer.src_tables, self.load.seal)
 
     def _track(self, transfer: Transfer) -> None:
-        """A transfer of the observer's. There may be many: those that have settled are forgotten."""
+        """A transfer that must settle before the load ends. There may be many: those that have settled are forgotten."""
         self._posted = [one for one in self._posted if one.state is TransferState.PENDING]
         if transfer.state is TransferState.PENDING:
             self._posted.append(transfer)
             transfer.add_done_callback(lambda _: self.wake())
 
     def _note_posted(self, transfer: Transfer) -> None:
-        self._posted.append(transfer)
         what = f"{transfer.num_descriptors} pieces, {transfer.num_bytes} bytes, {transfer.peer}"
         self.observer.noted("posted", what)
 
-        def note_settled(done: Transfer) -> None:
+        def note_error(done: Transfer) -> None:
             if done.error is not None:
                 self.observer.noted("transfer failed", f"{what}: {done.error}")
-            self.wake()
 
-        transfer.add_done_callback(note_settled)
+        transfer.add_done_callback(note_error)
+        self._track(transfer)
 
     def _wind_up(self, failure: Failure, now_s: float) -> None:
         if self.is_settled:
@@ -206,11 +204,7 @@ class LeaseCheck(Job):
     """Reads the lease words of a request and nothing else. Fails if one could not be read, or is another."""
 
     __slots__ = ()
-
-    @property
-    def is_awaited(self) -> bool:
-        """See `Job.is_awaited`."""
-        return False
+    is_awaited = False
 
     def _load_steps(self) -> Steps:
         self.peer = peer = self.handshake.result()
@@ -219,7 +213,7 @@ class LeaseCheck(Job):
         error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
         if error is not None:
             raise error
-        return Moved(0, 0, 0, 0, 0.0, 0.0)
+        return Moved()
 
 
 class Jobs:
@@ -269,7 +263,7 @@ class Jobs:
         return kind(
             load=load,
             handshake=handshake,
-            ordered_s=now_s,
+            since_s=now_s,
             dst=dst,
             options=self._options,
             on_event=self.note,

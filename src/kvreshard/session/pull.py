@@ -18,13 +18,13 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList
-from kvreshard.plan.reads import plan_reads
+from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.lease import WORD_BYTES
@@ -60,16 +60,30 @@ class Moved:
     the prefill had ended, and took `early_s` to read; `total_s` is from that end on.
     """
 
-    num_bytes: int
-    num_read_bytes: int
-    num_copies: int
-    num_staged_bytes: int
-    bind_s: float
-    total_s: float
+    num_bytes: int = 0
+    num_read_bytes: int = 0
+    num_copies: int = 0
+    num_staged_bytes: int = 0
+    bind_s: float = 0.0
+    total_s: float = 0.0
     num_zeroed_bytes: int = 0
     post_s: float = 0.0
     num_early_bytes: int = 0
     early_s: float = 0.0
+
+    @classmethod
+    def by(cls, plan: ReadPlan) -> Moved:
+        """What a plan reads, without times."""
+        num_direct, num_staged = sum(c.num_bytes for c in plan.direct), sum(b.num_bytes for b in plan.batches)
+        return cls(
+            num_bytes=num_direct + num_staged,
+            num_read_bytes=num_direct + sum(batch.reads.num_bytes for batch in plan.batches),
+            num_copies=sum(c.num_copies for c in plan.direct) + sum(b.reads.num_copies for b in plan.batches),
+            num_staged_bytes=num_staged,
+        )
+
+    def __add__(self, more: Moved) -> Moved:
+        return Moved(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(self)))
 
 
 Steps = Generator[Transfer | float | None, None, Moved]
@@ -83,17 +97,18 @@ def pull_steps(
     lease: LeaseProof | None = None,
     note: Callable[[Transfer], None] = lambda transfer: None,
     record: Callable[[str, str], None] = lambda event, text: None,
+    whole: Route | None = None,
 ) -> Steps:
     """Read everything that the route's destination rank needs. Resume when what was yielded has settled, well or badly.
 
     `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `record` is called with an
-    event and a text.
+    event and a text. `whole`: what the load reads in all, where `route` is only what is left of it; this decides what is zeroed.
     """
     started_s = mover.clock()
     plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
-    lists, batches = plan.direct, plan.batches
     bind_s = mover.clock() - started_s
-    record("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
+    num_direct = sum(c.num_copies for c in plan.direct)
+    record("bound", f"{num_direct} copies in {len(plan.direct)} lists, {len(plan.batches)} staged batches")
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
@@ -106,34 +121,31 @@ def pull_steps(
     def zero() -> None:
         nonlocal zeroed
         if request.dst_new_pages:
-            zeroed = mover.fill(dst, route, request)
+            zeroed = mover.fill(dst, whole or route, request)
             record("zeroed", f"{zeroed} bytes")
 
     try:
-        post(lists)
+        post(plan.direct)
         post_s = mover.clock() - started_s - bind_s
-        has_buffer = bool(batches) and take_buffer(mover)
+        has_buffer = bool(plan.batches) and take_buffer(mover)
         if not has_buffer:
             zero()
-        if batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
+        if plan.batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
             record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
-            lists, batches = plan_reads(route, request).direct, ()
-            post(lists)
-        yield from run_batches(mover, batches, note, zero if has_buffer else lambda: None)
+            plan = plan_reads(route, request)
+            post(plan.direct)
+        yield from run_batches(mover, plan.batches, note, zero if has_buffer else lambda: None)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
         error = (yield from settled(transfer)) or error
-    if error is None and lease is not None and (posted or batches):
-        record("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
+    if error is None and lease is not None and (posted or plan.batches):
+        record("settled", f"{len(posted)} direct transfers and {len(plan.batches)} batches; reading lease words")
         error = yield from check_words(mover, lease, route.src_ranks, note)
     if error is not None:
         raise error
-    num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
-    num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
-    num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
     total_s = mover.clock() - started_s
-    return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
+    return replace(Moved.by(plan), bind_s=bind_s, total_s=total_s, num_zeroed_bytes=zeroed, post_s=post_s)
 
 
 def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:

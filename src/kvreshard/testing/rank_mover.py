@@ -21,7 +21,7 @@ from kvreshard.session.pull import Moved
 from kvreshard.testing.rank_memory import Block
 from kvreshard.transport.base import Transport, TransportError
 
-NOTHING = Moved(0, 0, 0, 0, 0.0, 0.0)
+NOTHING = Moved()
 
 
 class Load(msgspec.Struct):
