@@ -24,6 +24,7 @@ from kvreshard.session.lease import LeaseTable
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.posting import Pace, SlicedTransfer
@@ -77,7 +78,7 @@ def known_sources(count: int) -> float:
     base = endpoint._peers.met(REMOTE)
     clock, silent = Clock(), SimpleNamespace(notify=lambda peer, payload: None)
     peers = Peers(OPTIONS, clock, lambda: None)
-    remote_leases = RemoteLeases(silent, peers, 5.0)  # type: ignore[arg-type]
+    remote_leases = RemoteLeases(silent, peers, ResultQueue(), 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
         known = _Known(0.0)

@@ -195,11 +195,6 @@ class Results:
     stuck_change: int = 0
     has_advanced: bool = False
 
-    @property
-    def is_empty(self) -> bool:
-        ended = self.freed or self.received or self.failed or self.checks or self.settled
-        return not (ended or self.stuck or self.keys or self.unmet or self.handshakes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:

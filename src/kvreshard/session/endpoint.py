@@ -49,6 +49,7 @@ from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.progress import Computed, ProgressBoard
+from kvreshard.session.pull import Moved
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
@@ -96,13 +97,13 @@ class Endpoint:
         self._observer = observer or Observer()
         self._own = LocalLeases(rank, transport, self._observer, table, clock)
         self.board = board or ProgressBoard(table)
-        self._peers = peers or Peers(options, clock, self.wake)
-        self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
+        self._results = ResultQueue()
+        self._peers = peers or Peers(options, clock, self.wake, on_handshake=self._results.note_handshake)
+        self._remote_leases = RemoteLeases(transport, self._peers, self._results, options.heartbeat_s)
         self._me: LocalRank | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._jobs = Jobs(options, self._scratch.take, self.wake)
+        self._jobs = Jobs(self.wake)
         self._collected_s = clock()
-        self._results = ResultQueue()
         self._early = EarlyLoads(self._scratch, self._results, options, self.wake, follower)
         self._is_attentive = self._has_published = False
         self._stuck: StuckCall | None = None
@@ -237,11 +238,6 @@ class Endpoint:
         has_more = self._me is not None and self._observer.work(book, self._me.layout)
         self._peers.sweep(self._jobs.peers)
         self._remote_leases.update(self._me, now_s)
-        keys, unmet = self._remote_leases.take_keys()
-        if keys or unmet:
-            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
-        if handshakes := self._peers.take_handshakes():
-            self._results.note_handshakes(handshakes)
         self._results.note_peers(self._peers.num_met)
         next_renewal_s = self._renew(now_s)
         self._set_pace()
@@ -267,9 +263,13 @@ class Endpoint:
 
     def _execute(self, command: Command, now_s: float) -> None:
         match command:
-            case Acquire() | Publish() | Revoke():
-                self._has_published |= isinstance(command, Publish)
-                self._own.execute(command, now_s)
+            case Acquire():
+                self._own.book.acquire(command.request, command.slot, command.word)
+            case Publish():
+                self._own.book.publish(command.request, command.ttl_s, now_s, command.tables)
+                self._has_published = True
+            case Revoke():
+                self._own.book.revoke(command.request)
             case Load():
                 self._load(command, now_s)
             case Release():
@@ -311,7 +311,16 @@ class Endpoint:
         return self._me
 
     def _job(self, me: LocalRank, kind: type[Job], load: Load, observer: LoadObserver, now_s: float) -> Job:
-        return self._jobs.make(kind, load, self._peers.get(me, load.remote), me.layout, observer, now_s)
+        return kind(
+            load=load,
+            handshake=self._peers.get(me, load.remote),
+            since_s=now_s,
+            dst=me.layout,
+            options=self._options,
+            on_event=self._jobs.note,
+            take_scratch=self._scratch.take,
+            observer=observer,
+        )
 
     def _check_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not return keeps everything pending: stop all loads."""
@@ -326,9 +335,9 @@ class Endpoint:
 
     def _advance_jobs(self, now_s: float) -> None:
         ended, settled = self._jobs.advance(now_s)
-        for job in ended:
+        for job, outcome in ended:
             try:
-                self._finish(job)
+                self._finish(job, outcome)
             except Exception:  # the others must end
                 logger.exception(
                     "request %s", job.load.request, extra=fields("internal_error", request_id=job.load.request)
@@ -339,45 +348,29 @@ class Endpoint:
             if not isinstance(job, LeaseCheck):
                 self._results.settle(job.load.request)
 
-    def _finish(self, job: Job) -> None:
-        load, outcome = job.load, job.outcome
+    def _finish(self, job: Job, outcome: Moved | Failure) -> None:
+        load, peer = job.load, job.peer
         if not job.is_given_up:
             self._scratch.give(job.scratch_address)
         if isinstance(job, LeaseCheck):
             if isinstance(outcome, Failure):
                 self._results.meet({}, {load.request: outcome})
-            elif job.peer is not None:
-                self._results.meet({load.request: job.peer.engine_metadata.key}, {})
+            elif peer is not None:
+                self._results.meet({load.request: peer.engine_metadata.key}, {})
             return
+        # First, since the request must end whatever goes wrong below.
+        self._results.end(load.request, outcome, job.observer.check)
         if isinstance(job, EarlyJob):
             self._early.end(job)
-        self._end_lease(job)
+        me, is_good = self._introduced(), isinstance(outcome, Moved)
+        self._remote_leases.end(me, load, peer, is_good=is_good, is_kept=is_good and not load.gives_back)
         if isinstance(outcome, Failure):
-            self._results.end(load.request, outcome, job.observer.check)
-            self._record_failure(job.observer, load, job.peer, outcome)
-            if job.peer is not None and outcome.kind == "transfer":
-                self._peers.forget(load.remote, job.peer)
-            elif job.peer is not None and outcome.kind == "timeout" and self._me is not None:
-                self._peers.check(self._me, job.peer)  # gone or slow; others may be reading from it
-        elif outcome is not None:
-            self._results.end(load.request, outcome, job.observer.check)
-        if outcome is not None:
-            job.observer.ended(outcome)
-
-    def _end_lease(self, job: Job) -> None:
-        """Whatever goes wrong with the report to the source, the request must end."""
-        if self._me is None:
-            return
-        is_good = job.state == "received"
-        is_kept = is_good and not (job.is_stopped or job.load.gives_back)
-        try:
-            self._remote_leases.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
-        except Exception:
-            logger.exception(
-                "request %s: its end was not reported to its source",
-                job.load.request,
-                extra=fields("internal_error", request_id=job.load.request),
-            )
+            self._record_failure(job.observer, load, peer, outcome)
+            if peer is not None and outcome.kind == "transfer":
+                self._peers.forget(load.remote, peer)
+            elif peer is not None and outcome.kind == "timeout":
+                self._peers.check(me, peer)  # gone or slow; others may be reading from it
+        job.observer.ended(outcome)
 
     def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
         if self._me is None:

@@ -28,7 +28,7 @@ from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_w
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
-LoadState = Literal["handshake", "following", "transferring", "checking", "received", "failed"]
+LoadState = Literal["handshake", "following", "transferring", "checking"]
 _WAITING_FOR: dict[LoadState, str] = {
     "handshake": "meeting its source",
     "following": "waiting for its prefill to go on",
@@ -134,7 +134,7 @@ class Job:
             try:
                 self._waiting = next(self._steps)
             except StopIteration as done:
-                self.outcome, self.state = done.value, "received"
+                self.outcome = done.value
                 return
             if not isinstance(self._waiting, Transfer):
                 return
@@ -193,10 +193,10 @@ class Job:
     def _wind_up(self, failure: Failure, now_s: float) -> None:
         if self.is_settled:
             self.close()
-            self.outcome, self.state = failure, "failed"
+            self.outcome = failure
         elif now_s >= self.deadline_s:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
-            self.outcome, self.state = Failure(failure.kind, text, is_quarantined=True), "failed"
+            self.outcome = Failure(failure.kind, text, is_quarantined=True)
             self.observer.noted("quarantined", text)
 
 
@@ -218,13 +218,11 @@ class LeaseCheck(Job):
 
 class Jobs:
     """The loads that have not ended, and those that were given up and have not settled. `on_event`: called, on any thread, when a job must
-    be advanced. The rest is for the session's thread. `take_scratch`: see `Job`.
+    be advanced. The rest is for the session's thread.
     """
 
-    def __init__(
-        self, options: EndpointOptions, take_scratch: Callable[[int], int | None], on_event: Callable[[], None]
-    ) -> None:
-        self._options, self._take_scratch, self._on_event = options, take_scratch, on_event
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
         # Loads under way that their requests wait for.
         self.num_awaited = 0
         self._under_way: dict[Job, None] = {}
@@ -250,27 +248,6 @@ class Jobs:
         self._happened.put(job)
         self._on_event()
 
-    def make(
-        self,
-        kind: type[Job],
-        load: Load,
-        handshake: Future[Peer],
-        dst: EngineLayout,
-        observer: LoadObserver,
-        now_s: float,
-    ) -> Job:
-        """A load of this rank, which has not begun."""
-        return kind(
-            load=load,
-            handshake=handshake,
-            since_s=now_s,
-            dst=dst,
-            options=self._options,
-            on_event=self.note,
-            take_scratch=self._take_scratch,
-            observer=observer,
-        )
-
     def add(self, job: Job) -> None:
         """Begin a load."""
         self._under_way[job] = None
@@ -291,16 +268,16 @@ class Jobs:
             if not job.is_stopped:
                 self._stop(job, failure, now_s)
 
-    def advance(self, now_s: float) -> tuple[list[Job], list[Job]]:
-        """Advance the loads that are due: (those that have ended, those given up before that have settled)."""
-        ended, settled = list[Job](), list[Job]()
+    def advance(self, now_s: float) -> tuple[list[tuple[Job, Moved | Failure]], list[Job]]:
+        """Advance the loads that are due: (those that have ended and how, those given up before that have settled)."""
+        ended, settled = list[tuple[Job, Moved | Failure]](), list[Job]()
         for job in self._take_due(now_s):
             if job in self._under_way:
                 job.advance(now_s)
                 self._deadlines_s[job] = job.deadline_s
                 if job.outcome is not None:
                     self._end(job)
-                    ended.append(job)
+                    ended.append((job, job.outcome))
                 elif job.is_polling:
                     self._polled[job] = None
             elif job in self._given_up and job.is_settled:

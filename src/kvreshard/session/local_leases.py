@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvreshard.model.logs import fields, get_logger
-from kvreshard.session.commands import Acquire, Publish, Release, Revoke
+from kvreshard.session.commands import Release
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report, read_note
 from kvreshard.session.observer import Observer
@@ -63,16 +63,6 @@ class LocalLeases:
         if self._expires_from_s is None or now_s >= self._expires_from_s:
             self._expires_from_s = None
             self.book.expire(now_s)
-
-    def execute(self, command: Acquire | Publish | Revoke, now_s: float) -> None:
-        """Carry out a command about an own prefill."""
-        match command:
-            case Acquire():
-                self.book.acquire(command.request, command.slot, command.word)
-            case Publish():
-                self.book.publish(command.request, command.ttl_s, now_s, command.tables)
-            case Revoke():
-                self.book.revoke(command.request)
 
     def release(self, me: tuple[str, str], release: Release) -> bool:
         """End a lease of this very engine, `me` (name and instance id), which was to read from itself; False if it is another's."""

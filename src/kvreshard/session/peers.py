@@ -69,7 +69,8 @@ class _Known:
 class Peers:
     """The engines that this rank has met or is meeting. Used from one thread; handshakes run on others.
 
-    `connect`: `connect_engine`, or what a test has instead.
+    `connect`: `connect_engine`, or what a test has instead. `on_handshake`: called, on any thread, when one has ended, with its seconds and
+    whether the engine was met.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class Peers:
         clock: Callable[[], float],
         wake: Callable[[], None],
         connect: Callable[[LocalRank, RemoteEngine, EngineMetadata, EndpointOptions], Peer] = connect_engine,
+        on_handshake: Callable[[float, bool], None] = lambda seconds, is_met: None,
     ) -> None:
         self._options, self._clock, self._wake, self._connect = options, clock, wake, connect
+        self._on_handshake = on_handshake
         self._known: dict[RemoteEngine, _Known] = {}
         # Those that are met, by engine and instance id. The lock is for it and for `_num_of_host`.
         self._met: dict[str, dict[str, RemoteEngine]] = {}
@@ -88,8 +91,6 @@ class Peers:
         self._swept_s = clock()
         self._checking: set[Peer] = set()
         self._checked: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
-        # Seconds of each handshake that has ended, and whether the engine was met.
-        self._handshakes: queue.SimpleQueue[tuple[float, bool]] = queue.SimpleQueue()
         self._warned: set[tuple[str, str]] = set()
         self._client = HandshakeClient()
         self._workers = Workers("kvreshard-compile", NUM_WORKERS)
@@ -169,14 +170,6 @@ class Peers:
             kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
             if now_s >= known.used_s + kept_s and found not in used:
                 self._forget(remote, known)
-
-    def take_handshakes(self) -> list[tuple[float, bool]]:
-        """Of each handshake that has ended since the last call: its seconds, and whether the engine was met."""
-        ended: list[tuple[float, bool]] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                ended.append(self._handshakes.get_nowait())
-        return ended
 
     def close(self) -> None:
         """End all handshakes without waiting; the transport forgets the peers when it is closed."""
@@ -302,7 +295,7 @@ class Peers:
                 logger.warning("%s: %s", remote, warning, extra=fields("peer_warning", **remote.log_fields))
 
     def _end(self, known: _Known, outcome: Peer | BaseException) -> None:
-        self._handshakes.put((self._clock() - known.began_s, isinstance(outcome, Peer)))
+        self._on_handshake(self._clock() - known.began_s, isinstance(outcome, Peer))
         with contextlib.suppress(InvalidStateError):
             if isinstance(outcome, Peer):
                 known.peer.set_result(outcome)

@@ -9,7 +9,7 @@
    when it is (`update`), or not at all if that takes longer than `RELEASE_PATIENCE_S`. A source that was met and cannot be read from gets
    reports too.
 4. A source that nothing is wanted of and that has not answered is not asked further.
-5. `take_keys` returns the key of a source, or why it could not be met, for each request that asks for it.
+5. The key of a source, or why it could not be met, is a result of each request that asks for it.
 
 The bookkeeping is by source and lease: an event costs the same however many leases there are. Nothing here waits. A source that cannot be
 notified is a line in the log; its lease expires.
@@ -30,10 +30,12 @@ from dataclasses import dataclass, field
 from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.engine_metadata import EngineMetadata
+from kvreshard.session.job import to_failure
 from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.session.notes import VERSION, Report, heartbeats, write_note
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
+from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
@@ -73,10 +75,10 @@ class _Source:
 
 
 class RemoteLeases:
-    """Of one rank. Used from the session's thread only. `usual_s`: between two attempts to meet a source."""
+    """Of one rank. Used from the session's thread only. `results`: gets the keys. `usual_s`: between two attempts to meet a source."""
 
-    def __init__(self, transport: Transport, peers: Peers, usual_s: float) -> None:
-        self._transport, self._peers, self._usual_s = transport, peers, usual_s
+    def __init__(self, transport: Transport, peers: Peers, results: ResultQueue, usual_s: float) -> None:
+        self._transport, self._peers, self._results, self._usual_s = transport, peers, results, usual_s
         self._sources: dict[RemoteEngine, _Source] = {}
         self._waiting: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
         self._loaded: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
@@ -92,8 +94,6 @@ class RemoteLeases:
         self._numbers = itertools.count()
         self._repeats = Repeats(logger)
         self._renewed: set[RemoteEngine] = set()
-        self._keys: dict[str, bytes] = {}
-        self._unmet: dict[str, BaseException] = {}
         # Ranks of sources that this rank cannot read from, added to the transport for reports; the latest last.
         self._refused: dict[tuple[str, str], list[str]] = {}
 
@@ -198,12 +198,6 @@ class RemoteLeases:
             if source is not None:
                 self._update_source(me, remote, source, now_s)
 
-    def take_keys(self) -> tuple[dict[str, bytes], dict[str, BaseException]]:
-        """(key of the source, why it could not be met), by request that asked for it, since the last call."""
-        keys, self._keys = self._keys, {}
-        unmet, self._unmet = self._unmet, {}
-        return keys, unmet
-
     def renew(self, me: LocalRank, now_s: float) -> float:
         """Send the heartbeats that are due; seconds until the next."""
         self._repeats.flush()
@@ -277,10 +271,10 @@ class RemoteLeases:
             return
         requests, source.key_requests = source.key_requests, set()
         error = handshake.exception()
-        if error is None and requests:
-            self._keys |= dict.fromkeys(requests, handshake.result().engine_metadata.key)
-        elif error is not None:
-            self._unmet |= dict.fromkeys(requests, error)
+        if error is None:
+            self._results.meet(dict.fromkeys(requests, handshake.result().engine_metadata.key), {})
+        else:
+            self._results.meet({}, dict.fromkeys(requests, to_failure(error)))
 
     def _send_releases(self, me: LocalRank, remote: RemoteEngine, source: _Source, handshake: Future[Peer]) -> None:
         """Report the leases that are not wanted any more. The route of a peer says who reports to whom."""

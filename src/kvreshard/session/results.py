@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from kvreshard.session.commands import CheckResult, Failure, Results
 from kvreshard.session.lease import Cause
@@ -95,10 +95,10 @@ class ResultQueue:
             self._results.keys.update(keys)
             self._results.unmet.update(unmet)
 
-    def note_handshakes(self, ended: Iterable[tuple[float, bool]]) -> None:
-        """Handshakes have ended: seconds, and whether the engine was met."""
+    def note_handshake(self, seconds: float, is_met: bool) -> None:
+        """A handshake has ended, after so many seconds; whether the engine was met."""
         with self._ended:
-            self._results.handshakes.extend(ended)
+            self._results.handshakes.append((seconds, is_met))
 
     def take(self, patience_s: float) -> Results:
         """Everything since the last call. Waits for up to `patience_s` if no load has ended and one is under way."""

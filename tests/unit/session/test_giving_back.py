@@ -31,6 +31,7 @@ from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
 from kvreshard.session.remote_leases import MAX_REFUSED, RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import TransportError
 
 
@@ -151,7 +152,7 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
     mine, rank = FaultyTransport(fabric, "mine"), RankMetadata(0, b"", 0, 64, 0, 64)
     for transport in (*sources, mine):
         transport.register([])
-    leases = RemoteLeases(mine, ScriptedPeers([]), 5.0)
+    leases = RemoteLeases(mine, ScriptedPeers([]), ResultQueue(), 5.0)
     me: Any = SimpleNamespace(name=("me", "life"), rank=3)
     for _ in range(2):
         for number, source in enumerate(sources):

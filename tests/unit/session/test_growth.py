@@ -26,6 +26,7 @@ from kvreshard.session.handshake_messages import Address
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
 
 FEW, MANY = 10, 1000
@@ -127,7 +128,7 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     assert base is not None
     clock, transport = Clock(), Silent()
     peers = Peers(OPTIONS, clock, lambda: None)
-    remote_leases = RemoteLeases(transport, peers, 5.0)  # type: ignore[arg-type]
+    remote_leases = RemoteLeases(transport, peers, ResultQueue(), 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
         known = _Known(0.0, 0.0)

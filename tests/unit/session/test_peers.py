@@ -14,7 +14,7 @@ from tests.ports import free_ports
 from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine, Renew
+from kvreshard.session.commands import EndpointOptions, Failure, Release, RemoteEngine, Renew
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
@@ -22,6 +22,7 @@ from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.peer import LocalRank, Peer, connect_engine
 from kvreshard.session.peers import MAX_PER_HOST, SWEEP_S, Peers
 from kvreshard.session.remote_leases import RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
 
@@ -261,7 +262,7 @@ def test_few_engines_of_one_host_are_asked_at_once(room: Room) -> None:
     with contextlib.ExitStack() as kept, contextlib.closing(patient(room)) as several:
         servers = [kept.enter_context(socket.create_server((host, 0))) for _ in range(MAX_PER_HOST + 3)]
         remotes = [RemoteEngine(f"m{i}", "life", Address(host, s.getsockname()[1])) for i, s in enumerate(servers)]
-        remote_leases = RemoteLeases(room.me.transport, several, usual_s=5.0)
+        remote_leases = RemoteLeases(room.me.transport, several, ResultQueue(), usual_s=5.0)
         for remote in remotes[:-1]:
             remote_leases.release(Release(remote, LEASE))
         for _ in range(5):
@@ -360,13 +361,14 @@ def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytes
 def test_why_a_source_cannot_be_met_is_reported_although_it_may_be_asked_again_at_once(room: Room) -> None:
     options = EndpointOptions(handshake_timeout_s=PATIENCE_S, retry_s=0.0)
     with contextlib.closing(Peers(options, room.clock, room.woken.set, room._connect)) as peers:
-        remote_leases = RemoteLeases(room.me.transport, peers, usual_s=5.0)
+        results = ResultQueue()
+        remote_leases = RemoteLeases(room.me.transport, peers, results, usual_s=5.0)
         former = RemoteEngine("prefill", "former", room.listener.address)
         remote_leases.start_renewing(Renew("r", former, LEASE, asks_key=True), room.me)
-        unmet: dict[str, BaseException] = {}
+        unmet: dict[str, Failure] = {}
         for _ in range(3):
             room.woken.wait(0.0 if unmet else PATIENCE_S)
             room.woken.clear()
             remote_leases.update(room.me, room.clock())
-            unmet |= remote_leases.take_keys()[1]
-        assert "it has restarted" in str(unmet["r"])
+            unmet |= results.take(0.0).unmet
+        assert "it has restarted" in unmet["r"].text

@@ -13,6 +13,7 @@ from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease,
 from kvreshard.session.notes import Heartbeat, Note, Report, read_note
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RELEASE_PATIENCE_S, RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import TransportError
 
 OTHER = RemoteLease("s", SLOT + 1, 0xDEF)
@@ -30,7 +31,7 @@ class Rank:
         self.world, self.me = world, endpoint._me
         self.notes: list[Note | None] = []
         monkeypatch.setattr(transport, "notify", lambda peer, payload: self.notes.append(read_note(payload)))
-        self.remote_leases = RemoteLeases(transport, endpoint._peers, usual_s=5.0)
+        self.remote_leases = RemoteLeases(transport, endpoint._peers, ResultQueue(), usual_s=5.0)
 
     def meet(self) -> Peer:
         meeting = self.world.dst.endpoints[0]._peers.get(self.me, REMOTE)

@@ -27,6 +27,7 @@ from kvreshard.session.commands import Failure, Load, RemoteEngine, RemoteLease,
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.tools.flight import decode_flight
 from kvreshard.tools.recorder import Recorder
 
@@ -39,15 +40,16 @@ class Waiting:
     def __init__(self, world: World) -> None:
         endpoint = world.dst.endpoints[0]
         assert endpoint._me is not None
-        self.me, self.peers = endpoint._me, ScriptedPeers([])
-        self.leases = RemoteLeases(world.dst.transports[0], self.peers, 5.0)
+        self.me, self.peers, self.results = endpoint._me, ScriptedPeers([]), ResultQueue()
+        self.leases = RemoteLeases(world.dst.transports[0], self.peers, self.results, 5.0)
 
     def ask(self, name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> None:
         self.leases.start_renewing(Renew(name, remote, LEASE, asks_key), None)
 
-    def take(self) -> tuple[dict[str, bytes], dict[str, BaseException]]:
+    def take(self) -> tuple[dict[str, bytes], dict[str, Failure]]:
         self.leases.update(self.me, 100.0)
-        return self.leases.take_keys()
+        found = self.results.take(0.0)
+        return found.keys, found.unmet
 
 
 @pytest.fixture
@@ -83,10 +85,9 @@ def test_requests_of_one_source_share_its_handshake(peer: Peer, waiting: Waiting
     assert list(handshakes) == [REMOTE, OTHER]
     waiting.leases.stop_renewing("b")
     waiting.leases.stop_renewing("b")
-    error = HandshakeError("nobody")
     handshakes[REMOTE].set_result(peer)
-    handshakes[OTHER].set_exception(error)
-    assert waiting.take() == ({"a": KEY, "c": KEY}, {"d": error})
+    handshakes[OTHER].set_exception(HandshakeError("nobody"))
+    assert waiting.take() == ({"a": KEY, "c": KEY}, {"d": Failure("handshake", "nobody")})
     assert waiting.take() == ({}, {})
     assert waiting.peers.known == handshakes
     assert not any(source.key_requests for source in waiting.leases._sources.values())

@@ -233,10 +233,6 @@ class ScriptedPeers(Peers):
     def num_met(self) -> int:
         return sum(peer.done() and peer.exception() is None for peer in self.known.values())
 
-    def take_handshakes(self) -> list[tuple[float, bool]]:
-        """None is timed here."""
-        return []
-
     def sweep(self, in_use: Callable[[], Collection[Peer]]) -> None:
         """Nothing is forgotten here for its age."""
 
