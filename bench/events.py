@@ -18,9 +18,9 @@ from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 
 from bench.compare import median_s
 from kvreshard.plan.copies import CopyList
-from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, Renew
 from kvreshard.session.handshake_messages import Address
-from kvreshard.session.lease import LeaseTable
+from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
@@ -41,7 +41,7 @@ def offered_leases(count: int) -> float:
     endpoint = world.src.endpoints[0]
     endpoint._own.book._table = LeaseTable(count)
     for number in range(count):
-        endpoint.submit(Acquire(f"cmpl-{number:032x}", number, number + 1))
+        endpoint.submit(Acquire(Lease(f"cmpl-{number:032x}", number, number + 1)))
         endpoint.submit(Publish(f"cmpl-{number:032x}", 30.0))
     endpoint.turn()
     spent = median_s(endpoint.turn, REPEATS)
@@ -57,10 +57,8 @@ def watched_requests(count: int) -> float:
     endpoint._peers.get(me, REMOTE)  # type: ignore[arg-type]
     meet(world)
     for number in range(count):
-        remote_leases.start_renewing(
-            Renew(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me
-        )
-    gone = Release(REMOTE, RemoteLease("gone", 1, 1))
+        remote_leases.start_renewing(Renew(f"w{number}", REMOTE, Lease(f"cmpl-{number:032x}", number, number + 1)), me)
+    gone = Release(REMOTE, Lease("gone", 1, 1))
     spent = median_s(lambda: (remote_leases.release(gone), remote_leases.update(me, 0.0)), REPEATS)
     world.close()
     return spent
@@ -86,7 +84,7 @@ def known_sources(count: int) -> float:
         known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))  # type: ignore[union-attr]
         peers._known[remote] = known
         peers._note_met(remote)
-        remote_leases.start_renewing(Renew(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
+        remote_leases.start_renewing(Renew(f"w{number}", remote, Lease(f"r{number}", number, number + 1)), me)
     remote_leases.update(me, clock.now_s)
     remote_leases.renew(me, clock.now_s)
     started_s, rounds = time.process_time(), 5

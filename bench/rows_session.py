@@ -24,10 +24,10 @@ from bench.results import Result
 from bench.rows_handshake import NUM_PAGES, NUM_TOKENS, SHAPE
 from bench.shapes import Shape, pool_for, request
 from kvreshard.plan.compile import compile_route
-from kvreshard.session.commands import EndpointOptions, Load, RemoteEngine, RemoteLease
+from kvreshard.session.commands import EndpointOptions, Load, RemoteEngine
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake_messages import Address
-from kvreshard.session.lease import LeaseTable
+from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.pull import pull_steps
 from kvreshard.session.seal import Seal
 from kvreshard.transport.local import HostMemory
@@ -84,7 +84,7 @@ def _submit() -> Result:
     load = Load(
         "r",
         RemoteEngine("p", "1", Address("127.0.0.1", 1)),
-        RemoteLease("r", 0, 1),
+        Lease("r", 0, 1),
         wanted,
         Seal(b"", b""),
         gives_back=False,

@@ -156,9 +156,9 @@ class Cycles:
     def _forged(self, params: Params, end: str) -> Params:
         """The parameters as they were, or as no source has them."""
         if end == "forged":
-            return msgspec.structs.replace(params, lease=replace(params.lease, word=1))
+            return msgspec.structs.replace(params, lease=params.lease._replace(word=1))
         if end == "stale":
-            former = msgspec.structs.replace(params, lease=replace(params.lease, word=1))
+            former = msgspec.structs.replace(params, lease=params.lease._replace(word=1))
             return msgspec.structs.replace(former, code=seal_params(self.source, former.lease, former.src_tables))
         if end == "nobody":
             return msgspec.structs.replace(params, remote=RemoteEngine("nobody", "life", Address("127.0.0.1", 1)))

@@ -19,8 +19,9 @@ from tests.pairs.small import GROUP
 from tests.unit.session import world
 
 from kvreshard.session import handshake_messages, handshake_server
-from kvreshard.session.commands import Acquire, EndpointOptions, Load, Publish, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.commands import Acquire, EndpointOptions, Load, Publish, RemoteEngine, Renew
 from kvreshard.session.keys import read_keys
+from kvreshard.session.lease import Lease
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.nixl import NixlTransport
 
@@ -59,12 +60,12 @@ class EngineProcess:
             self.side.layout, reader.layout(), self.side.memory, wanted.request(self.setup, reader), wanted.seed
         )
         for endpoint in self.side.endpoints.values():
-            endpoint.submit(Acquire(wanted.name, wanted.slot, wanted.word))
+            endpoint.submit(Acquire(Lease(wanted.name, wanted.slot, wanted.word)))
             endpoint.submit(Publish(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
 
     def load(self, wanted: Wanted, source: Setup, port: int) -> None:
         remote = RemoteEngine(source.name, world.LIFE, handshake_messages.Address(source.host, port))
-        lease = RemoteLease(wanted.name, wanted.slot, wanted.word)
+        lease = Lease(wanted.name, wanted.slot, wanted.word)
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():
             endpoint.submit(Renew(wanted.name, remote, lease))

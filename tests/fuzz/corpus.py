@@ -15,9 +15,10 @@ from tests.pairs.small import engine
 from kvreshard.model import wire
 from kvreshard.model.tables import PageTable
 from kvreshard.session import handshake_messages
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.engine_metadata import RankMetadata, encode_engine_metadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.notes import Heartbeat, Report, write_note
 from kvreshard.session.seal import instance_id_of
 from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
@@ -51,7 +52,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
     )
     prefill = RemotePrefill(
         RemoteEngine("engine", instance_id_of(KEY), Address("10.0.0.1", 5600)),
-        RemoteLease("cmpl-1", 7, 2**63 + 12345),
+        Lease("cmpl-1", 7, 2**63 + 12345),
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
         {"g0": write_pages((4, 9, 3)), "g1": write_pages((3,)), "g2": write_pages((5,))},

@@ -33,11 +33,11 @@ from kvreshard.session.commands import (
     Load,
     Publish,
     Release,
-    RemoteLease,
     Renew,
     Results,
     Revoke,
 )
+from kvreshard.session.lease import Lease
 from kvreshard.testing.oracle import oracle_transfer
 
 NUM_TOKENS = 21
@@ -69,7 +69,7 @@ class Life:
     ended_ranks: dict[int, Failure | None] = field(default_factory=dict)
     kept_ranks: set[int] = field(default_factory=set)
     expected: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
-    lease: RemoteLease | None = None
+    lease: Lease | None = None
     load_id: str = ""
 
     @property
@@ -122,9 +122,9 @@ class Sessions(RuleBasedStateMachine):
         life = self.lives[name]
         life.number += 1
         self._scribble(self.world.src, SRC_PAGES[name])
-        life.lease = RemoteLease(life.source_id, SLOT + "ab".index(name), int(self.rng.integers(1, 2**63)))
+        life.lease = Lease(life.source_id, SLOT + "ab".index(name), int(self.rng.integers(1, 2**63)))
         life.source, life.freed_ranks = "granted", set()
-        self._tell(self.world.src, Acquire(life.lease.request, life.lease.slot, life.lease.word))
+        self._tell(self.world.src, Acquire(life.lease))
 
     @precondition(some("granted"))
     @rule(data=st.data())
@@ -142,7 +142,7 @@ class Sessions(RuleBasedStateMachine):
         """Aborted before it was offered: nobody was told of it, and its pages are used for something else at once."""
         life = self.lives[data.draw(st.sampled_from(self.names("granted")))]
         life.source = "absent"
-        self._tell(self.world.src, Revoke(life.source_id, life.lease.slot, life.lease.word))
+        self._tell(self.world.src, Revoke(life.lease))
         self._scribble(self.world.src, SRC_PAGES[life.name])
 
     @precondition(lambda self: self.is_source_there and self.names(reading="loading"))

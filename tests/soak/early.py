@@ -19,8 +19,8 @@ from tests.soak.prefill import Prefills
 from tests.soak.tables import all_pages, kept_tokens
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.commands import RemoteLease
 from kvreshard.session.engine_metadata import NOT_TOLD
+from kvreshard.session.lease import Lease
 from kvreshard.session.progress import Computed
 from kvreshard.session.statement import Statement
 
@@ -60,7 +60,7 @@ class _Early:
     until_s: float
     not_before_s: float = 0.0
     num_preempts: int = 0
-    lease: RemoteLease | None = None
+    lease: Lease | None = None
     tables: Mapping[str, PageTable] = field(default_factory=dict)
     num_tokens: int = 0
     num_listed: dict[str, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class EarlyPrefills:
         # Of these the pages are free again; the listener learns of it then.
         self._forgets: list[tuple[float, str, str]] = []
         # Of the step that is under way: lease and tokens of each request, and what each rank still has to do: a layer, or None for its end.
-        self._step: dict[str, tuple[RemoteLease, int, int]] = {}
+        self._step: dict[str, tuple[Lease, int, int]] = {}
         self._left: dict[int, deque[int | None]] = {}
         fields = engine.early_fields
         held = {rank.rank: {shard.field for shard in rank.shards} for rank in engine.layout.ranks}
@@ -162,9 +162,8 @@ class EarlyPrefills:
         early.num_listed = {}
         self._engine.rendezvous.begin(order.transfer, order.request, self._statement(early, early.lease, False))
 
-    def _statement(self, early: _Early, lease: RemoteLease, is_complete: bool) -> Statement:
-        remote = self._engine.remote
-        named = remote.engine, remote.instance_id, lease.request, lease.slot, lease.word
+    def _statement(self, early: _Early, lease: Lease, is_complete: bool) -> Statement:
+        named = (*self._engine.remote.name, *lease)
         return Statement(*named, early.order.num_tokens, {}, is_complete, b"")
 
     def _list_pages(self, early: _Early, num_tokens: int) -> None:
@@ -212,7 +211,7 @@ class EarlyPrefills:
                 elif early.is_computed:
                     self._publish(early, lease)
 
-    def _publish(self, early: _Early, lease: RemoteLease) -> None:
+    def _publish(self, early: _Early, lease: Lease) -> None:
         """All is computed: write what is read at the end, and offer it."""
         engine, order, tables = self._engine, early.order, early.tables
         kept = kept_tokens(engine.layout, order.num_tokens)

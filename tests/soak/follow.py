@@ -14,7 +14,7 @@ from tests.soak.decode import Ended, Loads
 from tests.soak.engine import Engine
 from tests.soak.prefill import Params, table_forms
 
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address, HandshakeError, Known
 from kvreshard.session.statement import Answer, Statement
@@ -84,9 +84,8 @@ class Follows:
 
     def _load(self, order: FollowOrder, statement: Statement, ordered_s: float) -> None:
         remote = RemoteEngine(statement.engine, statement.instance_id, order.address)
-        lease = RemoteLease(statement.request, statement.slot, statement.word)
         params = Params(
-            remote, lease, table_forms(statement.tables()), order.num_tokens, order.seed, statement.code.hex(),
+            remote, statement.lease, table_forms(statement.tables()), order.num_tokens, order.seed, statement.code.hex(),
             order.transfer, statement.sealed_details,
         )  # fmt: skip
         if not self._loads.begin(order.request, params, order.prefix, order.is_watched, ordered_s):

@@ -12,7 +12,8 @@ from tests.soak.engine import LEASE_SLOTS, Engine
 from tests.soak.tables import all_pages, allocate, kept_tokens
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.commands import Acquire, Publish, RemoteEngine, RemoteLease, Results, Revoke
+from kvreshard.session.commands import Acquire, Publish, RemoteEngine, Results, Revoke
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import Seal, make_seal
 
 
@@ -30,7 +31,7 @@ class Params(msgspec.Struct, frozen=True):
     """
 
     remote: RemoteEngine
-    lease: RemoteLease
+    lease: Lease
     tables: dict[str, TableForm]
     num_tokens: int
     seed: int
@@ -53,10 +54,9 @@ def table_forms(tables: Mapping[str, PageTable]) -> dict[str, TableForm]:
     return {name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()}
 
 
-def seal_params(engine: Engine, lease: RemoteLease, tables: Mapping[str, PageTable]) -> str:
+def seal_params(engine: Engine, lease: Lease, tables: Mapping[str, PageTable]) -> str:
     """The code of the engine's seal."""
-    source, named = (engine.remote.engine, engine.remote.instance_id), (lease.request, lease.slot, lease.word)
-    return make_seal(engine.key, source, named, tables, b"").code.hex()
+    return make_seal(engine.key, engine.remote.name, lease, tables, b"").code.hex()
 
 
 @dataclass
@@ -98,23 +98,23 @@ class Prefills:
         code = seal_params(engine, lease, tables)
         return Params(engine.remote, lease, table_forms(tables), num_tokens, seed, code)
 
-    def take(self, request: str, num_tokens: int) -> tuple[dict[str, PageTable], RemoteLease] | None:
+    def take(self, request: str, num_tokens: int) -> tuple[dict[str, PageTable], Lease] | None:
         """Pages and a lease; None while there are too few."""
         engine = self._engine
         tables = allocate(engine.layout, engine.pool, num_tokens) if self._slots else None
         if tables is None:
             return None
-        lease = RemoteLease(request, self._slots.popleft(), engine.rng.getrandbits(63) | 1)
-        engine.submit(Acquire(request, lease.slot, lease.word))
+        lease = Lease(request, self._slots.popleft(), engine.rng.getrandbits(63) | 1)
+        engine.submit(Acquire(lease))
         return tables, lease
 
-    def revoke(self, lease: RemoteLease, tables: Mapping[str, PageTable]) -> None:
+    def revoke(self, lease: Lease, tables: Mapping[str, PageTable]) -> None:
         """Take the pages of an unpublished request back, and use them for something else at once."""
-        self._engine.submit(Revoke(lease.request, lease.slot, lease.word))
+        self._engine.submit(Revoke(lease))
         self._engine.pool.give(all_pages(tables))
         self._slots.append(lease.slot)
 
-    def publish(self, lease: RemoteLease, tables: Mapping[str, PageTable], ttl_s: float) -> None:
+    def publish(self, lease: Lease, tables: Mapping[str, PageTable], ttl_s: float) -> None:
         """Keep the pages until they have been read, or nobody has wanted them for `ttl_s`."""
         self._engine.submit(Publish(lease.request, ttl_s, tables))
         self._live[lease.request] = _Prefill(tables, lease.slot)

@@ -18,8 +18,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.page_list import write_pages
@@ -147,7 +148,7 @@ class Churn:
 
 def params_of(groups: Sequence[CacheGroup], block_ids: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
     """What the router gets for a prefill with these blocks."""
-    lease = RemoteLease("cmpl-" + "0f" * 16, 7, (1 << 63) + 12345)
+    lease = Lease("cmpl-" + "0f" * 16, 7, (1 << 63) + 12345)
     pages = [group.pages(block_ids[group.index], num_tokens) for group in groups]
     prefill = RemotePrefill(
         RemoteEngine("0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0", instance_id_of(KEY), Address("10.0.0.1", 5600)),

@@ -211,12 +211,12 @@ def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:
     both.step(source, 100, [1, 2])
     first = both.source._leases.find("p-1")
     assert first is not None
-    assert list(both.source.preempt(["p-1", "unknown"])) == [Revoke("p-1", first.slot, first.word)]
+    assert list(both.source.preempt(["p-1", "unknown"])) == [Revoke(first)]
     source.num_computed_tokens = 0
     (second,) = both.source.schedule(source)
     assert isinstance(second, Acquire)
-    assert second.word != first.word
-    assert both.step(source, 64, [7])[0].word == second.word
+    assert second.lease.word != first.word
+    assert both.step(source, 64, [7])[0].word == second.lease.word
 
 
 def test_a_window_holds_back_only_itself() -> None:

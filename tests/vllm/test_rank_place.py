@@ -16,6 +16,7 @@ from vllm.distributed import parallel_state
 from kvreshard.kinds.assemble import Grid
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Acquire, Publish, Revoke
+from kvreshard.session.lease import Lease
 from kvreshard.vllm import worker as worker_module
 from kvreshard.vllm.describe.place import RankPlace
 from kvreshard.vllm.options import read_options
@@ -96,6 +97,6 @@ def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:
         patch.setattr(worker_module, "read_place", lambda _: RankPlace(pcp_rank=1, pcp_size=2))
         worker.register({})
     assert worker.part is None
-    worker.submit(ReshardMetadata([Acquire("r", 0, 1), Publish("r", 30.0), Revoke("s", 1, 1)]))
+    worker.submit(ReshardMetadata([Acquire(Lease("r", 0, 1)), Publish("r", 30.0), Revoke(Lease("s", 1, 1))]))
     assert [worker.collect().finished_sending, worker.collect().finished_sending] == [{"r"}, set()]
     worker.close()

@@ -250,11 +250,11 @@ def test_a_prefill_that_did_not_end_well_offers_nothing(status: RequestStatus) -
 def test_a_reset_takes_back_what_is_offered_and_nothing_else() -> None:
     side = producer(groups(full(64)))
     held, freed, running = (request(f"p-{number}", TOKENS) for number in range(3))
-    lease, *_ = (found for asked in (held, freed, running) for found in side.schedule(asked))
+    taken, *_ = (found for asked in (held, freed, running) for found in side.schedule(asked))
     for asked in (held, freed):
         side.finish(asked, [[1, 2, 3, 4, 5]])
     side.freed("p-1")
-    assert list(side.reset()) == [lease.revoke]
+    assert list(side.reset()) == [Revoke(taken.lease)]
     assert list(side.reset()) == []
     assert side.is_publishing  # its slot is free when every rank has ended the lease
     side.freed("p-0")

@@ -21,6 +21,7 @@ from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES
 from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
 from kvreshard.session.handshake_messages import Address, metadata_request
 from kvreshard.session.handshake_server import HandshakeServer
+from kvreshard.session.lease import Lease
 from kvreshard.vllm import ReshardConnector, idle
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt
@@ -109,7 +110,7 @@ def test_a_rank_tells_what_was_left_and_keeps_what_it_is_told(monkeypatch: pytes
     meta = rank.take_metadata()
     assert meta is not None
     assert meta.quarantined == meta.settled == {("b", 0)}
-    late, later = Acquire("d", 1, 2), Acquire("e", 2, 3)
+    late, later = Acquire(Lease("d", 1, 2)), Acquire(Lease("e", 2, 3))
     rank.submit(ReshardMetadata([late]))
     monkeypatch.setattr(rank, "register", lambda caches: setattr(rank, "_endpoint", awake))
     rank.restore()
@@ -141,8 +142,8 @@ def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_compu
     assert after != before
     assert scheduling._producer._key == engine.engine_metadata.key != key
     commands = scheduling.take_metadata({}, ()).commands
-    assert lease in commands
-    assert published not in commands
+    assert Acquire(lease) in commands
+    assert Acquire(published) not in commands
     for instance, is_own in ((before, False), (after, True)):
         assert scheduling._consumer.known.is_own(RemoteEngine("p", instance, engine.address)) is is_own
     world.close()

@@ -10,7 +10,7 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.keys import Keys
-from kvreshard.session.lease import Cause
+from kvreshard.session.lease import Cause, Lease
 from kvreshard.session.pull import Moved
 from kvreshard.session.seal import Seal
 
@@ -23,6 +23,11 @@ class RemoteEngine:
     instance_id: str
     address: Address
 
+    @property
+    def name(self) -> tuple[str, str]:
+        """The engine and its instance id."""
+        return self.engine, self.instance_id
+
     def __str__(self) -> str:
         return f"engine {self.engine} at {self.address.host_port}"
 
@@ -30,15 +35,6 @@ class RemoteEngine:
     def log_fields(self) -> dict[str, str]:
         """The same as attributes of a log record."""
         return {"engine": self.engine, "address": self.address.host_port}
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteLease:
-    """The lease of one request at its source: the source's own request id, and the slot and value of its word."""
-
-    request: str
-    slot: int
-    word: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Load:
 
     request: str
     remote: RemoteEngine
-    lease: RemoteLease
+    lease: Lease
     transfer: Request
     seal: Seal
     gives_back: bool
@@ -69,7 +65,7 @@ class Release:
     """Release a request's pages at their source. It has no result here, unless this engine is the source."""
 
     remote: RemoteEngine
-    lease: RemoteLease
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class Renew:
 
     request: str
     remote: RemoteEngine
-    lease: RemoteLease
+    lease: Lease
     asks_key: bool = False
     checks_lease: bool = False
 
@@ -110,14 +106,7 @@ class StopRenewing:
 class Acquire:
     """Take a lease for a request that computes here: write its word."""
 
-    request: str
-    slot: int
-    word: int
-
-    @property
-    def revoke(self) -> Revoke:
-        """The command that ends it."""
-        return Revoke(self.request, self.slot, self.word)
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +123,12 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """End the lease of a request: its pages may be reused, and whoever reads them fails. `slot`, `word`: as in its `Acquire`.
+    """End the lease of a request: its pages may be reused, and whoever reads them fails.
 
     Its word is cleared by `Endpoint.submit` itself: the caller may overwrite the pages when that returns.
     """
 
-    request: str
-    slot: int
-    word: int
+    lease: Lease
 
 
 Command = Load | Release | Cancel | Renew | StopRenewing | Acquire | Publish | Revoke

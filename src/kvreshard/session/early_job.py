@@ -34,9 +34,10 @@ from kvreshard.plan.copies import Copies, Int64s
 from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.session.commands import Failure, Load, RemoteLease
+from kvreshard.session.commands import Failure, Load
 from kvreshard.session.handshake_messages import HandshakeError, Known
 from kvreshard.session.job import Job
+from kvreshard.session.lease import Lease
 from kvreshard.session.observer import Landing
 from kvreshard.session.parts import Part
 from kvreshard.session.peer import Peer
@@ -57,7 +58,7 @@ NO_LAYER = 1 << 30
 class _Life:
     """What is known of the prefill under one lease: the pages that it has of each group, and which ranks have been seen to hold the lease."""
 
-    lease: RemoteLease
+    lease: Lease
     tables: dict[str, PageTable]
     is_complete: bool
     held_by: set[int] = field(default_factory=set)
@@ -190,8 +191,8 @@ class EarlyJob(Job):
 
     def _take(self, peer: Peer, statement: Statement) -> None:
         """Raises SealError for what was not sealed, ValueError for what is another prefill."""
-        tables, remote = statement.tables(), self.load.remote
-        statement.check(peer.engine_metadata.key, (remote.engine, remote.instance_id), tables)
+        tables = statement.tables()
+        statement.check(peer.engine_metadata.key, self.load.remote.name, tables)
         known = {table.num_tokens for table in self.load.transfer.src_tables.values()} or {statement.num_tokens}
         has_other_end = known != {statement.num_tokens}
         if statement.request != self.load.lease.request or (has_other_end and self._needs_end):
@@ -205,8 +206,7 @@ class EarlyJob(Job):
             if life is not None and life.lease.word == statement.word:
                 life.extend(tables, is_complete=statement.is_complete)
                 return
-        lease = RemoteLease(statement.request, statement.slot, statement.word)
-        self._next_life, self._is_over = _Life(lease, tables, statement.is_complete), True
+        self._next_life, self._is_over = _Life(statement.lease, tables, statement.is_complete), True
 
     def _load_steps(self) -> Steps:
         self.peer = peer = self.handshake.result()

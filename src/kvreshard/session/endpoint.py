@@ -136,9 +136,9 @@ class Endpoint:
             self._results.expect(command.request)
         elif isinstance(command, Acquire):
             # The parameters that name the word leave the engine at the end of this step.
-            self._own.book.write(command.slot, command.word)
+            self._own.book.write(command.lease.slot, command.lease.word)
         elif isinstance(command, Revoke):
-            self.board.take_back(command.slot, command.word)
+            self.board.take_back(command.lease.slot, command.lease.word)
         self._commands.put(command)
         self.wake()
 
@@ -264,12 +264,12 @@ class Endpoint:
     def _execute(self, command: Command, now_s: float) -> None:
         match command:
             case Acquire():
-                self._own.book.acquire(command.request, command.slot, command.word)
+                self._own.book.acquire(command.lease)
             case Publish():
                 self._own.book.publish(command.request, command.ttl_s, now_s, command.tables)
                 self._has_published = True
             case Revoke():
-                self._own.book.revoke(command.request)
+                self._own.book.revoke(command.lease.request)
             case Load():
                 self._load(command, now_s)
             case Release():

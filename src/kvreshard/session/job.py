@@ -167,10 +167,8 @@ class Job:
 
     def _check_seal(self, peer: Peer) -> None:
         """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
-        remote, lease = self.load.remote, self.load.lease
-        source = remote.engine, remote.instance_id
-        sealed = lease.request, lease.slot, lease.word
-        check_seal(peer.engine_metadata.key, source, sealed, self.load.transfer.src_tables, self.load.seal)
+        load = self.load
+        check_seal(peer.engine_metadata.key, load.remote.name, load.lease, load.transfer.src_tables, load.seal)
 
     def _track(self, transfer: Transfer) -> None:
         """A transfer that must settle before the load ends. There may be many: those that have settled are forgotten."""

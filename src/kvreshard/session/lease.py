@@ -18,7 +18,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,14 @@ Cause = Literal["reported", "expired", "revoked"]
 MAX_CONSUMERS_PER_LEASE = 64
 # Readers renew a lease this often in its lifetime: five renewals may be late or lost.
 RENEWALS_PER_LEASE = 6
+
+
+class Lease(NamedTuple):
+    """The lease of one request at its source: the source's own request id, and the slot and value of its word."""
+
+    request: str
+    slot: int
+    word: int
 
 
 class LeaseTable:
@@ -72,7 +80,7 @@ class LeaseTable:
 
 
 @dataclass(slots=True)
-class _Lease:
+class _Held:
     slot: int
     word: int
     ttl_s: float = 0.0
@@ -86,7 +94,7 @@ class LeaseBook:
 
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _Held] = {}
         # When each published lease expires; none does before `_earliest_s`.
         self._deadlines_s: dict[str, float] = {}
         self._earliest_s = math.inf
@@ -100,12 +108,13 @@ class LeaseBook:
         """Leases whose pages are kept for readers."""
         return len(self._deadlines_s)
 
-    def acquire(self, request: str, slot: int, word: int) -> None:
+    def acquire(self, lease: Lease) -> None:
         """Note the lease of a request, whose word is written already (`write`), and clear the word of its former lease.
 
         The word is not written here: by now it may have been taken back, and its slot may have another. Raises KvReshardError for a slot or
         word out of range.
         """
+        request, slot, word = lease
         if not 0 <= slot < len(self._table) or not FREE < word < 2**64:
             raise KvReshardError(
                 f"request '{request}': lease slot {slot} of {len(self._table)} with word {word:#x}; a slot must be in the "
@@ -115,7 +124,7 @@ class LeaseBook:
         former = self._leases.get(request)
         if former is not None and self._table[former.slot] == former.word:
             self._table[former.slot] = FREE
-        self._leases[request] = _Lease(slot, word)
+        self._leases[request] = _Held(slot, word)
 
     def write(self, slot: int, word: int) -> None:
         """Write a word before its lease is acquired, on any thread: a reader may be faster than the owner of this book."""

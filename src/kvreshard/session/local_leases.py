@@ -67,7 +67,7 @@ class LocalLeases:
     def release(self, me: tuple[str, str], release: Release) -> bool:
         """End a lease of this very engine, `me` (name and instance id), which was to read from itself; False if it is another's."""
         lease = release.lease
-        if (release.remote.engine, release.remote.instance_id) != me:
+        if release.remote.name != me:
             return False
         self.book.report(Report(VERSION, "/".join(me), lease.request, lease.word, self._rank, (self._rank,)))
         return True

@@ -10,10 +10,10 @@ from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.plan.compile import compile_route
 from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
-from kvreshard.session.commands import EndpointOptions, RemoteEngine, RemoteLease
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_messages import HandshakeError
-from kvreshard.session.lease import WORD_BYTES
+from kvreshard.session.lease import WORD_BYTES, Lease
 from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.parts import RouteParts, find_parts
 from kvreshard.session.pull import LeaseProof
@@ -31,7 +31,7 @@ class Peer:
     route: Route
     mover: Mover
 
-    def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
+    def lease_proof(self, lease: Lease, scratch_address: int) -> LeaseProof:
         """Where the words of a lease are. Raises LayoutMismatch for a slot that a source rank does not have."""
         addresses, metadata_by_rank = {}, self.engine_metadata.rank_by_number
         for rank in self.route.src_ranks:
@@ -86,7 +86,7 @@ class LocalRank:
 
 def check_instance(remote: RemoteEngine, engine_metadata: EngineMetadata) -> None:
     """Raises HandshakeError unless this is the metadata of the instance that was asked for."""
-    if (engine_metadata.engine, engine_metadata.instance_id) != (remote.engine, remote.instance_id):
+    if (engine_metadata.engine, engine_metadata.instance_id) != remote.name:
         raise HandshakeError(
             f"at {remote.address} listens engine '{engine_metadata.engine}', instance id {engine_metadata.instance_id[:12]}, not "
             f"'{remote.engine}', instance id {remote.instance_id[:12]}: it has restarted, and what the request refers to is gone"

@@ -28,10 +28,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.model.logs import Repeats, fields, get_logger
-from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.commands import Load, Release, RemoteEngine, Renew
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.job import to_failure
-from kvreshard.session.lease import RENEWALS_PER_LEASE
+from kvreshard.session.lease import RENEWALS_PER_LEASE, Lease
 from kvreshard.session.notes import VERSION, Report, heartbeats, write_note
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
@@ -56,12 +56,12 @@ class _Source:
     that wait for its key. `renamed`: leases of prefills that have begun again -> the next one of the same prefill. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
     """
 
-    waiting: dict[RemoteLease, set[str]] = field(default_factory=dict)
-    loaded: dict[RemoteLease, set[str]] = field(default_factory=dict)
-    loading: Counter[RemoteLease] = field(default_factory=Counter)
-    releases: dict[RemoteLease, None] = field(default_factory=dict)
+    waiting: dict[Lease, set[str]] = field(default_factory=dict)
+    loaded: dict[Lease, set[str]] = field(default_factory=dict)
+    loading: Counter[Lease] = field(default_factory=Counter)
+    releases: dict[Lease, None] = field(default_factory=dict)
     key_requests: set[str] = field(default_factory=set)
-    renamed: dict[RemoteLease, RemoteLease] = field(default_factory=dict)
+    renamed: dict[Lease, Lease] = field(default_factory=dict)
     handshake: Future[Peer] | None = None
     has_answer: bool = False
 
@@ -80,8 +80,8 @@ class RemoteLeases:
     def __init__(self, transport: Transport, peers: Peers, results: ResultQueue, usual_s: float) -> None:
         self._transport, self._peers, self._results, self._usual_s = transport, peers, results, usual_s
         self._sources: dict[RemoteEngine, _Source] = {}
-        self._waiting: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
-        self._loaded: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
+        self._waiting: dict[str, tuple[RemoteEngine, Lease]] = {}
+        self._loaded: dict[str, tuple[RemoteEngine, Lease]] = {}
         # Sources to look at in the next `update`, and those whose handshake has ended, put in by other threads.
         self._changed: dict[RemoteEngine, None] = {}
         self._answered: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
@@ -288,29 +288,29 @@ class RemoteLeases:
             elif refused is not None and not isinstance(error, TransportError):
                 self._report_refused(me, refused, lease)
 
-    def _release(self, remote: RemoteEngine, lease: RemoteLease) -> None:
+    def _release(self, remote: RemoteEngine, lease: Lease) -> None:
         if not self._is_wanted(remote, lease):
             self._source(remote).releases[lease] = None
             self._changed[remote] = None
 
-    def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
+    def _is_wanted(self, remote: RemoteEngine, lease: Lease) -> bool:
         """Whether another request of this engine (another choice) reads from this lease, and will report at its end."""
         source = self._sources.get(remote)
         return source is not None and (lease in source.loading or lease in source.waiting)
 
-    def _forget_loaded(self, request: str) -> tuple[RemoteEngine, RemoteLease] | None:
+    def _forget_loaded(self, request: str) -> tuple[RemoteEngine, Lease] | None:
         found = self._loaded.pop(request, None)
         if found is not None:
             _discard(self._sources[found[0]].loaded, found[1], request)
         return found
 
-    def _report(self, me: LocalRank, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
+    def _report(self, me: LocalRank, peer: Peer, lease: Lease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
         for rank in peer.notified_ranks:
             report = Report(VERSION, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
             self._notify(peer, rank, write_note(report))
 
-    def _report_refused(self, me: LocalRank, source: EngineMetadata, lease: RemoteLease) -> None:
+    def _report_refused(self, me: LocalRank, source: EngineMetadata, lease: Lease) -> None:
         """Report a lease to all ranks of a source that was met and cannot be read from.
 
         There is no route that says who reports to whom. So this rank is the only reporter: a request that one rank cannot load is not loaded
@@ -352,7 +352,7 @@ class RemoteLeases:
             )
 
 
-def _discard(requests: dict[RemoteLease, set[str]], lease: RemoteLease, request: str) -> None:
+def _discard(requests: dict[Lease, set[str]], lease: Lease, request: str) -> None:
     requests[lease].discard(request)
     if not requests[lease]:
         del requests[lease]

@@ -23,6 +23,7 @@ import msgspec
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import plain
+from kvreshard.session.lease import Lease
 
 KEY_BYTES = 32
 SEAL_BYTES = 16
@@ -60,27 +61,23 @@ def prompt_key(key: bytes, request: str, word: int) -> bytes:
 
 
 def make_seal(
-    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], details: bytes
+    key: bytes, source: tuple[str, str], lease: Lease, tables: Mapping[str, PageTable], details: bytes
 ) -> Seal:
-    """`source`: engine and instance id. `lease`: request, slot and word. `tables`: the source's block table of each group."""
+    """`source`: engine and instance id. `tables`: the source's block table of each group."""
     return Seal(details, _code(key, source, lease, tables, details))
 
 
-def check_seal(
-    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], seal: Seal
-) -> None:
+def check_seal(key: bytes, source: tuple[str, str], lease: Lease, tables: Mapping[str, PageTable], seal: Seal) -> None:
     """Raises SealError unless exactly this was sealed with `key`. Compares in constant time."""
     if not hmac.compare_digest(seal.code, _code(key, source, lease, tables, seal.details)):
         raise SealError(
-            f"request '{plain(lease[0], 80)}' of engine '{plain(source[0], 80)}': its kv_transfer_params were not sealed by that engine: "
+            f"request '{plain(lease.request, 80)}' of engine '{plain(source[0], 80)}': its kv_transfer_params were not sealed by that engine: "
             "lease, block ids, groups, tokens or prompt digests are not those that it returned. Nothing was read; pass "
             "kv_transfer_params on unchanged, each with its own request"
         )
 
 
-def _code(
-    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], details: bytes
-) -> bytes:
+def _code(key: bytes, source: tuple[str, str], lease: Lease, tables: Mapping[str, PageTable], details: bytes) -> bytes:
     """msgpack encodes where each value ends, so that no two statements have the same bytes."""
     listed = [
         (name, table.first_page, table.num_tokens, table.pages.astype("<i8").tobytes())

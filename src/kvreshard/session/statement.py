@@ -22,6 +22,7 @@ from kvreshard.model.form import SAME_RELEASE
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import MAX_NAME, Name, plain
 from kvreshard.session.handshake_messages import MAX_GROUPS, MAX_TEXT, MAX_TRANSFERS, HandshakeError, read_answer
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import SEAL_BYTES, Seal, SealError, check_seal, make_seal
 
 FORM = "kvreshard.statement"
@@ -71,13 +72,13 @@ class Statement(msgspec.Struct, frozen=True):
 
     def sealed(self, key: bytes, tables: Mapping[str, PageTable]) -> Statement:
         """The same with the seal of its engine. `tables`: those in `pages`."""
-        code = make_seal(key, (self.engine, self.instance_id), self._lease, tables, self.sealed_details).code
+        code = make_seal(key, (self.engine, self.instance_id), self.lease, tables, self.sealed_details).code
         return msgspec.structs.replace(self, code=code)
 
     def check(self, key: bytes, source: tuple[str, str], tables: Mapping[str, PageTable]) -> None:
         """Raises SealError unless the source has sealed exactly this."""
         try:
-            check_seal(key, source, self._lease, tables, Seal(self.sealed_details, self.code))
+            check_seal(key, source, self.lease, tables, Seal(self.sealed_details, self.code))
         except SealError as error:
             raise SealError(
                 f"what the listener of engine '{plain(source[0], 80)}' says of request '{plain(self.request, 80)}' was not sealed by that engine: "
@@ -85,8 +86,8 @@ class Statement(msgspec.Struct, frozen=True):
             ) from error
 
     @property
-    def _lease(self) -> tuple[str, int, int]:
-        return self.request, self.slot, self.word
+    def lease(self) -> Lease:
+        return Lease(self.request, self.slot, self.word)
 
     @property
     def sealed_details(self) -> bytes:

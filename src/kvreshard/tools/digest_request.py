@@ -30,7 +30,7 @@ from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cover import count_common
 from kvreshard.plan.transfer import RankTransfer
-from kvreshard.session.commands import RemoteLease
+from kvreshard.session.lease import Lease
 from kvreshard.session.notes import VERSION
 from kvreshard.tools.cells import Cells, Cut, of_transfer
 from kvreshard.tools.digest import Digest, cut_tokens, digest_cells
@@ -95,7 +95,7 @@ def is_readable(memory: LocalMemory, rank: Rank) -> bool:
 
 
 def make_requests(
-    transfers: Sequence[RankTransfer], request: Request, lease: RemoteLease, key: bytes, new_token: Callable[[], int]
+    transfers: Sequence[RankTransfer], request: Request, lease: Lease, key: bytes, new_token: Callable[[], int]
 ) -> Iterator[tuple[int, Cells, DigestRequest]]:
     """Source rank, the reader's own cells, and the digest request about them; every cell that the transfers move is in exactly one.
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvreshard.session.commands import Acquire
+from kvreshard.session.lease import Lease
 from kvreshard.session.progress import MAX_TOKENS, Computed
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.statement import Statement
@@ -41,7 +41,7 @@ class _Shown:
 
     request: Request
     transfer: str
-    lease: Acquire
+    lease: Lease
     num_tokens: int
     has_begun: bool = False
     num_listed: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class EarlyPrefills:
         self,
         groups: tuple[CacheGroup, ...],
         rendezvous: Rendezvous,
-        describe: Callable[[Request, Acquire], RemotePrefill | None],
+        describe: Callable[[Request, Lease], RemotePrefill | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups, self._num_groups = [group for group in groups if group.is_append_only], len(groups)
@@ -77,7 +77,7 @@ class EarlyPrefills:
             self._transfers[request.request_id] = transfer
             self._owners[request.request_id] = owner
 
-    def schedule(self, request: Request, lease: Acquire) -> None:
+    def schedule(self, request: Request, lease: Lease) -> None:
         """A request that has arrived has got blocks and a lease."""
         transfer = self._transfers.get(request.request_id)
         is_other = transfer in self._complete or any(one.transfer == transfer for one in self._shown.values())
@@ -152,6 +152,5 @@ class EarlyPrefills:
 
 def _state(prefill: RemotePrefill, *, is_complete: bool) -> Statement:
     """A prefill as its source's listener states it, without pages."""
-    remote, lease = prefill.remote, prefill.lease
-    named = remote.engine, remote.instance_id, lease.request, lease.slot, lease.word
+    named = (*prefill.remote.name, *prefill.lease)
     return Statement(*named, prefill.num_tokens, {}, is_complete, prefill.details)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreshard.model.text import MAX_NAME, is_name, plain
-from kvreshard.session.commands import Acquire
+from kvreshard.session.lease import Lease
 from kvreshard.vllm.prompt import Prompt
 
 DIGEST_BYTES = 16
@@ -39,7 +39,7 @@ class Leases:
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
-        self._leases: dict[str, Acquire] = {}
+        self._leases: dict[str, Lease] = {}
         self._requests: dict[str, str] = {}
         self._published: set[str] = set()
         self._by_parent: dict[str, _Shared] = {}
@@ -54,20 +54,20 @@ class Leases:
         return sorted(self._published)
 
     @property
-    def unpublished(self) -> list[Acquire]:
+    def unpublished(self) -> list[Lease]:
         """The leases of requests that are being computed."""
         return [lease for request, lease in self._leases.items() if request not in self._published]
 
-    def acquire(self, request: str) -> Acquire | None:
+    def acquire(self, request: str) -> Lease | None:
         """The request's lease, a new one if it has none; None when all slots are taken."""
         if request not in self._leases:
             if not self._free:
                 return None
-            lease = Acquire(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
+            lease = Lease(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
             self._leases[request], self._requests[lease.request] = lease, request
         return self._leases[request]
 
-    def find(self, request: str) -> Acquire | None:
+    def find(self, request: str) -> Lease | None:
         """The request's lease."""
         return self._leases.get(request)
 

@@ -30,8 +30,9 @@ import msgspec
 from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
 from kvreshard.session.statement import Statement
 from kvreshard.vllm.leases import lease_name
@@ -120,7 +121,7 @@ class RemotePrefill:
     """
 
     remote: RemoteEngine
-    lease: RemoteLease
+    lease: Lease
     num_tokens: int
     groups: tuple[GroupParams, ...]
     pages: Mapping[str, str]
@@ -153,9 +154,7 @@ class RemotePrefill:
 
     def make_seal_of(self, tables: Mapping[str, PageTable], key: bytes) -> Seal:
         """The same, where `tables` are there already."""
-        source = self.remote.engine, self.remote.instance_id
-        lease = self.lease.request, self.lease.slot, self.lease.word
-        return make_seal(key, source, lease, tables, self._details())
+        return make_seal(key, self.remote.name, self.lease, tables, self._details())
 
     def is_sealed(self, key: bytes) -> bool:
         """Whether it was sealed with this key. Raises BindError."""
@@ -275,7 +274,7 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     remote = RemoteEngine(
         read.remote_engine_id, read.kvreshard.instance_id, Address(read.remote_host, read.remote_port)
     )
-    lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
+    lease = Lease(read.remote_request_id, read.kvreshard.slot, word)
     return RemotePrefill(
         remote, lease, read.remote_num_tokens, read.kvreshard.groups, pages, read.kvreshard.prompt, code
     )
@@ -297,7 +296,7 @@ def read_statement(statement: Statement, address: Address) -> RemotePrefill:
     _check_groups(groups)
     return RemotePrefill(
         RemoteEngine(statement.engine, statement.instance_id, address),
-        RemoteLease(statement.request, statement.slot, statement.word),
+        statement.lease,
         num_tokens,
         groups,
         {},

@@ -30,8 +30,9 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.model.tables import PageTable
-from kvreshard.session.commands import Acquire, Command, Publish, RemoteEngine, RemoteLease
+from kvreshard.session.commands import Acquire, Command, Publish, RemoteEngine, Revoke
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.early_prefills import EarlyPrefills
@@ -116,7 +117,7 @@ class Producer:
     def begin_instance(self, key: bytes) -> Iterator[Command]:
         """Seal with another key, and take the leases again of what is being computed: the ranks have forgotten them."""
         self._key = key
-        yield from self._leases.unpublished
+        yield from map(Acquire, self._leases.unpublished)
 
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives again. From now on readers may ask for its `transfer_id`."""
@@ -166,7 +167,7 @@ class Producer:
                 self.last_pages.expect(request.request_id, request.num_prompt_tokens)
             self._computing[request.request_id] = request
             self.early.schedule(request, lease)
-        yield lease
+        yield Acquire(lease)
 
     def preempt(self, request_ids: Iterable[str]) -> Iterator[Command]:
         """Requests have lost their blocks: their leases end before this step overwrites them. Each takes another when it gets blocks again."""
@@ -177,7 +178,7 @@ class Producer:
                 self._computing.pop(request_id, None)
                 self.last_pages.release(request_id)
                 self._leases.release(request_id)
-                yield lease.revoke
+                yield Revoke(lease)
 
     def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
         """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""
@@ -201,19 +202,18 @@ class Producer:
             self._log_beyond(request.request_id)
         if not good or self.address is None or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
-            return None, lease.revoke
+            return None, Revoke(lease)
         prompt = read_prompt(request, self._config)
         params = self._leases.find_shared(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
-            return params, lease.revoke
+            return params, Revoke(lease)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
-        remote_lease = RemoteLease(lease.request, lease.slot, lease.word)
-        prefill = self.describe(request, block_ids, num_tokens, remote_lease, self.address)
+        prefill = self.describe(request, block_ids, num_tokens, lease, self.address)
         params = self.write(prefill, is_answer=is_answer)
         if params is None:
             self.freed(request.request_id)
-            return None, lease.revoke
+            return None, Revoke(lease)
         self._leases.publish(request.request_id, prompt, num_tokens, params)
         self.early.complete(request.request_id, prefill)
         self._held_blocks[request.request_id] = sum(len(table.pages) for table in prefill.tables().values())
@@ -263,14 +263,14 @@ class Producer:
         request: Request,
         block_ids: Sequence[Sequence[int]],
         num_tokens: int,
-        lease: RemoteLease,
+        lease: Lease,
         address: Address,
     ) -> RemotePrefill:
         """The first `num_tokens` tokens of a finished request, as a reader needs them."""
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
         return self._describe(request, pages, num_tokens, lease, address)
 
-    def _describe_early(self, request: Request, lease: Acquire) -> RemotePrefill | None:
+    def _describe_early(self, request: Request, lease: Lease) -> RemotePrefill | None:
         """A prefill that is being computed, without pages: what readers will find of its whole prompt."""
         if self.address is None:
             return None
@@ -282,15 +282,14 @@ class Producer:
             (token // group.page_tokens if group.page_tokens else 0, none)
             for group, token in zip(self._config.groups, needed, strict=True)
         ]
-        named = RemoteLease(lease.request, lease.slot, lease.word)
-        return self._describe(request, pages, num_tokens, named, self.address, needed)
+        return self._describe(request, pages, num_tokens, lease, self.address, needed)
 
     def _describe(
         self,
         request: Request,
         pages: Sequence[tuple[int, tuple[int, ...]]],
         num_tokens: int,
-        lease: RemoteLease,
+        lease: Lease,
         address: Address,
         needed: Sequence[int] | None = None,
     ) -> RemotePrefill:
@@ -375,7 +374,7 @@ class Producer:
         self._answers.pop(request_id, None)
         lease = self._leases.find(request_id)
         if lease is not None:
-            yield lease.revoke
+            yield Revoke(lease)
 
 
 def _is_prefill(request: Request) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvreshard.session.commands import Load, RemoteLease
+from kvreshard.session.commands import Load
 from kvreshard.session.engine_metadata import encode_engine_metadata
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
@@ -97,7 +98,7 @@ class ShadowScheduler:
         """The shadow's parameters of a finished prefill; None if there are none."""
         if self._address is None or count_settled(request) < 1:
             return None
-        lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
+        lease = Lease(request.request_id, NO_SLOT, NO_WORD)
         prefill = self._producer.describe(request, block_ids, count_settled(request), lease, self._address)
         return self._producer.write(prefill)
 

@@ -18,14 +18,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvreshard.model.text import escaped
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import instance_id_of
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\Z")
 # A source whose key was forgotten is asked for it again. Choices of one request arrive together, and retries within minutes.
 MAX_KEYS, MAX_RELEASED = 4096, 10_000
 
-Source = tuple[RemoteEngine, RemoteLease]
+Source = tuple[RemoteEngine, Lease]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -89,7 +90,7 @@ class KnownSources:
 
     def is_own(self, remote: RemoteEngine) -> bool:
         """Whether the source is this very engine."""
-        return (remote.engine, remote.instance_id) == self._me
+        return remote.name == self._me
 
     def find_key(self, remote: RemoteEngine) -> bytes | None:
         """The engine's key; None if it is not known."""

@@ -15,9 +15,10 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.changed import replace
 from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease
+from kvreshard.session.commands import Acquire, Load, Publish, Revoke
 from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.lease import Lease
 from kvreshard.session.progress import Computed
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import Seal
@@ -95,7 +96,7 @@ class Prefill:
     rng: Random
     lies: bool = False
     pages: Sequence[int] = ()
-    lease: RemoteLease | None = None
+    lease: Lease | None = None
     chunks: list[tuple[int, int]] = field(default_factory=list)
     truth: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     steps: dict[int, list[tuple[tuple[int, int], int | None]]] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class Prefill:
         """Schedule it, under a new lease, on pages and in chunks of its own."""
         rng = self.rng
         self.num_lives += 1
-        self.lease = RemoteLease("r", rng.randrange(64), rng.getrandbits(63) | 1)
+        self.lease = Lease("r", rng.randrange(64), rng.getrandbits(63) | 1)
         num_pages = -(-self.num_tokens // 4)
         self.pages = rng.sample(range(1, 24), num_pages)
         self.scribble(self.pages)
@@ -134,7 +135,7 @@ class Prefill:
             for rank in self.side.endpoints
         }
         self.num_listed = 0
-        self.tell(Acquire("r", self.lease.slot, self.lease.word))
+        self.tell(Acquire(self.lease))
         shown = Statement(
             REMOTE.engine, REMOTE.instance_id, "r", self.lease.slot, self.lease.word, self.num_tokens, {}, False, b"{}"
         )
@@ -198,7 +199,7 @@ class Prefill:
     def take_back(self) -> None:
         """It loses its pages, which are used for something else at once."""
         assert self.lease is not None
-        self.tell(Acquire("r", self.lease.slot, self.lease.word).revoke)
+        self.tell(Revoke(self.lease))
         self.scribble(self.pages)
         self.steps, self.lease = {}, None
 
@@ -227,9 +228,8 @@ class Prefill:
             {GROUP: [(0, self.num_tokens)]},
             {GROUP: np.array(pages, dtype=np.int64)},
         )
-        lease = RemoteLease(statement.request, statement.slot, statement.word)
         seal = Seal(statement.sealed_details, statement.code)
-        load = Load(name, REMOTE, lease, wanted, seal, gives_back=True, transfer_id=TRANSFER)
+        load = Load(name, REMOTE, statement.lease, wanted, seal, gives_back=True, transfer_id=TRANSFER)
         for endpoint in self.world.dst.endpoints.values():
             endpoint.submit(load)
         return load

@@ -13,7 +13,7 @@ from tests.unit.session.world import KEY, OPTIONS, SLOT, WORD, World, collect, m
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import PageTable
-from kvreshard.session.commands import Acquire, EndpointOptions, Load
+from kvreshard.session.commands import EndpointOptions, Load, Revoke
 from kvreshard.session.early_job import _Cursors
 from kvreshard.session.handshake_messages import Known
 from kvreshard.session.lease import LeaseTable
@@ -86,7 +86,7 @@ def test_a_word_is_cleared_before_the_command_returns(followed: Followed) -> Non
     assert lease is not None
     tables = followed.world.src.tables.values()
     assert {table[lease.slot] for table in tables} == {lease.word}
-    followed.prefill.tell(Acquire("r", lease.slot, lease.word).revoke)
+    followed.prefill.tell(Revoke(lease))
     assert {table[lease.slot] for table in tables} == {0}
     assert {int(table.progress[lease.slot]) for table in tables} == {0}
 

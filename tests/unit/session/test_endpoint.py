@@ -28,18 +28,9 @@ from tests.unit.session.world import (
 
 from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import (
-    Acquire,
-    Cancel,
-    EndpointOptions,
-    Load,
-    Publish,
-    RemoteEngine,
-    RemoteLease,
-    Renew,
-)
+from kvreshard.session.commands import Acquire, Cancel, EndpointOptions, Load, Publish, RemoteEngine, Renew
 from kvreshard.session.handshake_messages import Address, HandshakeError
-from kvreshard.session.lease import FREE
+from kvreshard.session.lease import FREE, Lease
 from kvreshard.session.observer import LoadObserver
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -70,7 +61,7 @@ def test_an_observer_that_raises_costs_no_load(world: World, monkeypatch: pytest
     monkeypatch.setattr(LoadObserver, "ended", ended)
     world.acquire_and_publish()
     order_load(world)
-    order_load(world, "stale", lease=replace(LEASE, word=LEASE.word ^ 1))
+    order_load(world, "stale", lease=LEASE._replace(word=LEASE.word ^ 1))
     world.turn()
     meet(world)
     for _ in range(20):
@@ -173,7 +164,7 @@ def test_a_load_that_is_late_leaves_the_others_from_its_source_alone(sizes: tupl
     world = make_world(*sizes)
     world.acquire_and_publish(ttl_s=1000.0)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("s", SLOT + 1, WORD))
+        endpoint.submit(Acquire(Lease("s", SLOT + 1, WORD)))
         endpoint.submit(Publish("s", 1000.0))
     world.faults[-1] = Fault(delay_steps=10**6)
     order_load(world, "late")
@@ -182,7 +173,7 @@ def test_a_load_that_is_late_leaves_the_others_from_its_source_alone(sizes: tupl
     world.turn()
     world.clock.now_s += OPTIONS.load_timeout_s - 1.0
     world.faults[-1] = Fault(delay_steps=2)
-    order_load(world, "slow", lease=RemoteLease("s", SLOT + 1, WORD))
+    order_load(world, "slow", lease=Lease("s", SLOT + 1, WORD))
     world.turn()
     for seconds in (1.0, OPTIONS.settle_timeout_s):
         world.clock.now_s += seconds
@@ -302,7 +293,7 @@ def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World
 
 
 def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
-    wanted, lease = request(world.src.layout, world.dst.layout, 21), RemoteLease("r", 64, WORD)
+    wanted, lease = request(world.src.layout, world.dst.layout, 21), Lease("r", 64, WORD)
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Load("d", REMOTE, lease, wanted, seal(wanted, lease), gives_back=True))
     world.turn()

@@ -22,7 +22,7 @@ from kvreshard.session.commands import (
     Revoke,
     StopRenewing,
 )
-from kvreshard.session.lease import FREE, LeaseTable
+from kvreshard.session.lease import FREE, Lease, LeaseTable
 from kvreshard.session.local_leases import CATCH_UP_S
 
 
@@ -37,11 +37,11 @@ def watch(world: World) -> None:
 def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
     """The reader may be told of it, and come, before the session's thread gets its turn."""
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("r", SLOT, WORD))
+        endpoint.submit(Acquire(Lease("r", SLOT, WORD)))
     assert world.words() == {WORD}
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("beyond", 64, WORD))
-        endpoint.submit(Acquire("free", SLOT, FREE))
+        endpoint.submit(Acquire(Lease("beyond", 64, WORD)))
+        endpoint.submit(Acquire(Lease("free", SLOT, FREE)))
     assert world.words() == {WORD}
 
 
@@ -140,8 +140,8 @@ def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, mon
 
 def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("r", SLOT, WORD))
-        endpoint.submit(Revoke("r", SLOT, WORD))
+        endpoint.submit(Acquire(Lease("r", SLOT, WORD)))
+        endpoint.submit(Revoke(Lease("r", SLOT, WORD)))
     world.turn()
     assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
 
@@ -150,7 +150,7 @@ def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages
     world.acquire_and_publish()
     world.turn()
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r", SLOT, WORD))
+        endpoint.submit(Revoke(Lease("r", SLOT, WORD)))
     world.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
@@ -173,7 +173,7 @@ def test_each_offer_is_announced_to_the_transport_and_its_end_once(
     world.src.turn()
     assert told == [True]
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("s", SLOT + 1, WORD))
+        endpoint.submit(Acquire(Lease("s", SLOT + 1, WORD)))
         endpoint.submit(Publish("s", 30.0))
     world.src.turn()
     assert told == [True, True]
@@ -203,9 +203,9 @@ def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeyp
 def test_a_word_that_was_taken_back_is_not_written_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session's thread may get its turn only after the pages were given to somebody else. Their word is left alone as well."""
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("r", SLOT, WORD))
-        endpoint.submit(Revoke("r", SLOT, WORD))
-        endpoint.submit(Acquire("s", SLOT, WORD + 2))
+        endpoint.submit(Acquire(Lease("r", SLOT, WORD)))
+        endpoint.submit(Revoke(Lease("r", SLOT, WORD)))
+        endpoint.submit(Acquire(Lease("s", SLOT, WORD + 2)))
     written: list[int] = []
     write = LeaseTable.__setitem__
 

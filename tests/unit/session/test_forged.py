@@ -25,7 +25,8 @@ from tests.unit.session.world import (
 
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
-from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease, Revoke
+from kvreshard.session.commands import Acquire, Load, Publish, Revoke
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
 from kvreshard.tools.observer import ObserverOptions
@@ -62,7 +63,7 @@ def posts(world: World) -> list[Transfer]:
     return seen
 
 
-def load(world: World, transfer: Request, said: Seal, lease: RemoteLease = LEASE, name: str = "d") -> None:
+def load(world: World, transfer: Request, said: Seal, lease: Lease = LEASE, name: str = "d") -> None:
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Load(name, REMOTE, lease, transfer, said, gives_back=True))
     world.turn()
@@ -75,7 +76,7 @@ def load(world: World, transfer: Request, said: Seal, lease: RemoteLease = LEASE
     [
         lambda forged, honest: seal(honest),
         lambda forged, honest: seal(forged, key=bytes(32)),
-        lambda forged, honest: seal(forged, replace(LEASE, word=1)),
+        lambda forged, honest: seal(forged, LEASE._replace(word=1)),
         lambda forged, honest: Seal(b"other facts", seal(forged).code),
         lambda forged, honest: Seal(b"", b""),
         lambda forged, honest: Seal(b"", seal(forged).code[:-1]),
@@ -109,12 +110,12 @@ def test_a_load_of_nothing_must_be_sealed_too(world: World) -> None:
 @pytest.mark.parametrize(
     "lease",
     [
-        RemoteLease("r", SLOT, WORD + 1),
-        RemoteLease("s", SLOT, WORD),
-        RemoteLease("r", SLOT + 1, WORD),
+        Lease("r", SLOT, WORD + 1),
+        Lease("s", SLOT, WORD),
+        Lease("r", SLOT + 1, WORD),
     ],
 )
-def test_a_sealed_load_under_another_lease_is_not_read(world: World, lease: RemoteLease) -> None:
+def test_a_sealed_load_under_another_lease_is_not_read(world: World, lease: Lease) -> None:
     seen, mine = posts(world), wanted(world, MINE)
     load(world, mine, seal(mine), lease)
     assert collect(world.dst)[1]["d"].kind == "seal"
@@ -144,7 +145,7 @@ def test_a_digest_request_before_the_offer_waits_for_it() -> None:
     """A reader may be faster than the source's next step: the lease is granted, and its pages are not yet known."""
     world = make_world(1, 2, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("r", SLOT, WORD))
+        endpoint.submit(Acquire(Lease("r", SLOT, WORD)))
     mine = order_load(world)
     write_values(world.src.layout, world.dst.layout, world.src.memory, mine, 3)
     world.turn()
@@ -159,11 +160,11 @@ def test_a_digest_request_before_the_offer_waits_for_it() -> None:
     world.close()
 
 
-@pytest.mark.parametrize("end", [Revoke("r", SLOT, WORD), Acquire("r", SLOT, WORD + 1)])
+@pytest.mark.parametrize("end", [Revoke(Lease("r", SLOT, WORD)), Acquire(Lease("r", SLOT, WORD + 1))])
 def test_a_digest_request_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Acquire) -> None:
     world = make_world(1, 1, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire("r", SLOT, WORD))
+        endpoint.submit(Acquire(Lease("r", SLOT, WORD)))
     order_load(world)
     world.turn()
     meet(world)

@@ -25,10 +25,10 @@ from tests.unit.session.world import (
 )
 
 from kvreshard.model import LayoutMismatch
-from kvreshard.session.commands import Cancel, Release, RemoteEngine, RemoteLease, Renew, StopRenewing
+from kvreshard.session.commands import Cancel, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata
 from kvreshard.session.handshake_messages import HandshakeError
-from kvreshard.session.lease import FREE
+from kvreshard.session.lease import FREE, Lease
 from kvreshard.session.notes import Report, read_note
 from kvreshard.session.remote_leases import MAX_REFUSED, RemoteLeases
 from kvreshard.session.results import ResultQueue
@@ -50,7 +50,7 @@ def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: Wor
     """Of the scheduler, which knows who else wants it: all that it has of such loads goes with a release or a cancel."""
     for end in ("release", "cancel"):
         world.acquire_and_publish(end)
-        lease = RemoteLease(end, SLOT, WORD)
+        lease = Lease(end, SLOT, WORD)
         order_load(world, end, lease=lease, gives_back=False)
         world.turn()
         meet(world)
@@ -95,7 +95,7 @@ def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World
     """No rank meets itself for it; a lease with another word, or of another life, stays."""
     world.acquire_and_publish()
     for remote, lease in (
-        (REMOTE, RemoteLease("r", SLOT, WORD + 1)),
+        (REMOTE, Lease("r", SLOT, WORD + 1)),
         (RemoteEngine("prefill", "another life", REMOTE.address), LEASE),
         (REMOTE, LEASE),
     ):
@@ -136,7 +136,7 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
             endpoint._me.refused[REMOTE] = world.src.engine_metadata()
     for name in ("first", "second"):
         world.acquire_and_publish(name)
-        order_load(world, name, lease=RemoteLease(name, SLOT, WORD), gives_back=False)
+        order_load(world, name, lease=Lease(name, SLOT, WORD), gives_back=False)
         world.turn()
         meet(world)
         world.turn()

@@ -11,18 +11,9 @@ from tests.unit.session.world import LEASE, OPTIONS, REMOTE, Clock, World, make_
 from tests.work import count_bytecodes
 
 from kvreshard.model.tables import Request
-from kvreshard.session.commands import (
-    Acquire,
-    Cancel,
-    Load,
-    Publish,
-    Release,
-    RemoteEngine,
-    RemoteLease,
-    Renew,
-    StopRenewing,
-)
+from kvreshard.session.commands import Acquire, Cancel, Load, Publish, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
@@ -46,8 +37,8 @@ def make() -> Iterator[Callable[[], World]]:
         world.close()
 
 
-def of(number: int) -> RemoteLease:
-    return RemoteLease(f"r{number}", number, number + 1)
+def of(number: int) -> Lease:
+    return Lease(f"r{number}", number, number + 1)
 
 
 def introduced(world: World) -> tuple[RemoteLeases, LocalRank]:
@@ -67,7 +58,7 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
     def cost(count: int) -> int:
         endpoint = make().src.endpoints[0]
         for number in range(count):
-            endpoint.submit(Acquire(f"r{number}", number % 64, number + 1))
+            endpoint.submit(Acquire(Lease(f"r{number}", number % 64, number + 1)))
             endpoint.submit(Publish(f"r{number}", 30.0))
         endpoint.turn()
         assert len(endpoint._own.book) == count

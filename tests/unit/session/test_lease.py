@@ -4,7 +4,7 @@ import pytest
 
 from kvreshard.model import KvReshardError
 from kvreshard.model.wire import MAX_RANKS
-from kvreshard.session.lease import FREE, LeaseBook, LeaseTable
+from kvreshard.session.lease import FREE, Lease, LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report
 
 WORD = 0xFEED
@@ -25,7 +25,7 @@ def book(table: LeaseTable) -> LeaseBook:
 def acquire(book: LeaseBook, request: str, slot: int, word: int) -> None:
     """As an engine does, on two threads."""
     book.write(slot, word)
-    book.acquire(request, slot, word)
+    book.acquire(Lease(request, slot, word))
 
 
 def report(
@@ -125,7 +125,7 @@ def test_a_consumer_that_invents_names_does_not_fill_memory(book: LeaseBook) -> 
 @pytest.mark.parametrize(("slot", "word"), [(-1, 1), (512, 1), (0, 0), (0, 1 << 64)])
 def test_slots_and_words_out_of_range_are_refused(table: LeaseTable, slot: int, word: int) -> None:
     with pytest.raises(KvReshardError, match=r"lease slot -?\d+ of 512 with word"):
-        LeaseBook(table).acquire("r", slot, word)
+        LeaseBook(table).acquire(Lease("r", slot, word))
 
 
 def test_the_table_lies_in_memory_that_can_be_registered(table: LeaseTable) -> None:

@@ -9,14 +9,15 @@ from tests.unit.session.world import LEASE, LIFE, REMOTE, SLOT, World, make_worl
 
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
-from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.commands import Load, Release, RemoteEngine, Renew
+from kvreshard.session.lease import Lease
 from kvreshard.session.notes import Heartbeat, Note, Report, read_note
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RELEASE_PATIENCE_S, RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import TransportError
 
-OTHER = RemoteLease("s", SLOT + 1, 0xDEF)
+OTHER = Lease("s", SLOT + 1, 0xDEF)
 ABSENT = RemoteEngine("prefill", LIFE, replace(REMOTE.address, port=2))
 NOTHING = Request({}, {}, {}, {})
 
@@ -38,7 +39,7 @@ class Rank:
         meet(self.world)
         return meeting.result()
 
-    def load(self, name: str = "d", lease: RemoteLease = LEASE, *, begin: bool = True) -> Load:
+    def load(self, name: str = "d", lease: Lease = LEASE, *, begin: bool = True) -> Load:
         load = Load(name, REMOTE, lease, NOTHING, seal(NOTHING, lease), gives_back=True)
         if begin:
             self.remote_leases.begin(load)

@@ -23,9 +23,9 @@ from tests.unit.session.world import (
 
 from kvreshard.model import WireError
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import Acquire, Publish, Release, RemoteLease, Renew, StopRenewing
+from kvreshard.session.commands import Acquire, Publish, Release, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, decode_engine_metadata, encode_engine_metadata
-from kvreshard.session.lease import FREE, RENEWALS_PER_LEASE
+from kvreshard.session.lease import FREE, RENEWALS_PER_LEASE, Lease
 from kvreshard.session.notes import Heartbeat, read_note
 
 Heartbeats = list[tuple[float, int]]
@@ -58,7 +58,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], t
         world.close()
 
 
-def watch(world: World, name: str = "d", lease: RemoteLease = LEASE) -> None:
+def watch(world: World, name: str = "d", lease: Lease = LEASE) -> None:
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Renew(name, REMOTE, lease))
 
@@ -117,10 +117,10 @@ def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
     make: Callable[[float, float], tuple[World, Heartbeats]],
 ) -> None:
     world, heartbeats = make(4.0, 5.0)
-    leases = [RemoteLease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
+    leases = [Lease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
     for endpoint in world.src.endpoints.values():
         for lease in leases:
-            endpoint.submit(Acquire(lease.request, lease.slot, lease.word))
+            endpoint.submit(Acquire(lease))
             endpoint.submit(Publish(lease.request, 4.0))
     for number, lease in enumerate(leases):
         watch(world, f"first choice of {number}", lease)

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.model.tables import PageTable
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import Seal, SealError, check_seal, instance_id_of, make_seal, new_key, prompt_key
 
 KEY = bytes(range(32))
 TABLES = {"g0": PageTable([4, 9], 21, 1), "g1": PageTable([3], 21)}
-GOOD = (KEY, ("p", "life"), ("r", 5, 0xABC), TABLES, b"facts")
+GOOD = (KEY, ("p", "life"), Lease("r", 5, 0xABC), TABLES, b"facts")
 
 
 def table(pages: list[int], num_tokens: int = 21, first_page: int = 1) -> dict[str, PageTable]:
@@ -32,9 +33,9 @@ def test_what_was_sealed_is_taken() -> None:
         (KEY, ("q", "life"), *GOOD[2:]),
         (KEY, ("p", "lif"), *GOOD[2:]),
         (KEY, ("pl", "ife"), *GOOD[2:]),
-        (*GOOD[:2], ("s", 5, 0xABC), *GOOD[3:]),
-        (*GOOD[:2], ("r", 6, 0xABC), *GOOD[3:]),
-        (*GOOD[:2], ("r", 5, 0xABD), *GOOD[3:]),
+        (*GOOD[:2], Lease("s", 5, 0xABC), *GOOD[3:]),
+        (*GOOD[:2], Lease("r", 6, 0xABC), *GOOD[3:]),
+        (*GOOD[:2], Lease("r", 5, 0xABD), *GOOD[3:]),
         (*GOOD[:3], table([9, 4]), b"facts"),
         (*GOOD[:3], table([4]), b"facts"),
         (*GOOD[:3], table([4, 9, 3]), b"facts"),
@@ -64,7 +65,7 @@ def test_a_guess_does_not_hold(code: bytes) -> None:
 
 def test_a_name_of_a_stranger_writes_no_line_of_its_own() -> None:
     with pytest.raises(SealError) as caught:
-        check_seal(KEY, ("p\n", "life"), ("r\x1b[31m" + "x" * 500, 5, 1), {}, Seal(b"", b""))
+        check_seal(KEY, ("p\n", "life"), Lease("r\x1b[31m" + "x" * 500, 5, 1), {}, Seal(b"", b""))
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 600
 

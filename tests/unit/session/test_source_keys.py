@@ -23,8 +23,9 @@ from tests.unit.session.world import (
 )
 
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import Failure, Load, RemoteEngine, RemoteLease, Renew, Revoke, StopRenewing
+from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, Revoke, StopRenewing
 from kvreshard.session.handshake_messages import HandshakeError
+from kvreshard.session.lease import Lease
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
@@ -174,7 +175,7 @@ def test_a_load_that_was_refused_reads_nothing_and_asks_nobody(tmp_path: Path) -
     world.close()
 
 
-def check(world: World, name: str, lease: RemoteLease = LEASE) -> None:
+def check(world: World, name: str, lease: Lease = LEASE) -> None:
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Renew(name, REMOTE, lease, checks_lease=True))
 
@@ -183,7 +184,7 @@ def test_a_lease_is_checked_before_the_key_of_its_source_is_returned() -> None:
     world = make_world(2, 3)
     world.acquire_and_publish()
     check(world, "a")
-    check(world, "another word", RemoteLease("r", LEASE.slot, LEASE.word + 1))
+    check(world, "another word", Lease("r", LEASE.slot, LEASE.word + 1))
     world.turn()
     assert collected(world) == ([{}] * 3, [{}] * 3)
     meet(world)
@@ -196,7 +197,7 @@ def test_a_lease_is_checked_before_the_key_of_its_source_is_returned() -> None:
         {"another word": "stale lease"}
     ] * 3
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r", SLOT, WORD))
+        endpoint.submit(Revoke(Lease("r", SLOT, WORD)))
     world.turn()
     check(world, "late")
     for _ in range(3):

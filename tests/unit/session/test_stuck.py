@@ -10,7 +10,8 @@ from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load, seal
 
-from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease, Results
+from kvreshard.session.commands import Acquire, Load, Publish, Results
+from kvreshard.session.lease import Lease
 from kvreshard.transport.base import StuckCall, Transfer
 
 STUCK = StuckCall("start", "NIXL has not come back from 'start'")
@@ -49,9 +50,9 @@ def test_loads_end_while_a_call_is_stuck_and_go_on_when_it_is_back(
     world.fabric.step()
     world.turn()
     assert all(endpoint.collect().settled == {"posted"} for endpoint in world.dst.endpoints.values())
-    lease = RemoteLease("s", SLOT + 1, WORD + 1)
+    lease = Lease("s", SLOT + 1, WORD + 1)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Acquire(lease.request, lease.slot, lease.word))
+        endpoint.submit(Acquire(lease))
         endpoint.submit(Publish(lease.request, 1e6))
     order_load(world, "again", lease=lease)
     for _ in range(3):

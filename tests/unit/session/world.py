@@ -16,20 +16,12 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan import compile_route
-from kvreshard.session.commands import (
-    Acquire,
-    EndpointOptions,
-    Failure,
-    Load,
-    Publish,
-    RemoteEngine,
-    RemoteLease,
-)
+from kvreshard.session.commands import Acquire, EndpointOptions, Failure, Load, Publish, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address
-from kvreshard.session.lease import LeaseTable
+from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
@@ -129,7 +121,7 @@ class World:
         """A lease of the pages that `order_load` reads."""
         tables = request(self.src.layout, self.dst.layout, 21).src_tables
         for endpoint in self.src.endpoints.values():
-            endpoint.submit(Acquire(name, SLOT, WORD))
+            endpoint.submit(Acquire(Lease(name, SLOT, WORD)))
             endpoint.submit(Publish(name, ttl_s, tables))
 
     def close(self) -> None:
@@ -142,19 +134,18 @@ class World:
 
 
 REMOTE = RemoteEngine("prefill", LIFE, Address("127.0.0.1", 1))
-LEASE = RemoteLease("r", SLOT, WORD)
+LEASE = Lease("r", SLOT, WORD)
 
 
 def seal(
     transfer: Request,
-    lease: RemoteLease = LEASE,
+    lease: Lease = LEASE,
     remote: RemoteEngine = REMOTE,
     key: bytes = KEY,
     compatibility: bytes = b"",
 ) -> Seal:
     """What the source says of a transfer."""
-    named = lease.request, lease.slot, lease.word
-    return make_seal(key, (remote.engine, remote.instance_id), named, transfer.src_tables, compatibility)
+    return make_seal(key, remote.name, lease, transfer.src_tables, compatibility)
 
 
 def make_side(
@@ -329,7 +320,7 @@ def meet(world: World) -> None:
         meeting()
 
 
-def order_load(world: World, name: str = "d", *, lease: RemoteLease = LEASE, gives_back: bool = True) -> Request:
+def order_load(world: World, name: str = "d", *, lease: Lease = LEASE, gives_back: bool = True) -> Request:
     wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Load(name, REMOTE, lease, wanted, seal(wanted, lease), gives_back))

@@ -17,6 +17,7 @@ from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, W
 
 from kvreshard.session.commands import Failure, Load, Revoke
 from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES
+from kvreshard.session.lease import Lease
 from kvreshard.session.notes import VERSION
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.tools import digest_check, digest_request, digest_server
@@ -150,7 +151,7 @@ def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> Non
     meet(world)
     world.dst.turn()
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r", SLOT, WORD))
+        endpoint.submit(Revoke(Lease("r", SLOT, WORD)))
     world.turn(6)
     _, checks, failures = results(world)
     assert (checks, {failure.kind for failure in failures}) == ({"refused"}, {"digest"})

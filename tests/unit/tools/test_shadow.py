@@ -17,10 +17,11 @@ from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
 from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
-from kvreshard.session.commands import Load, RemoteEngine, RemoteLease
+from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.handshake_server import HandshakeServer
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import Seal
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent
@@ -97,7 +98,7 @@ def report(
     load = Load(
         "r",
         RemoteEngine("prefill", "life", Address("h", 1)),
-        RemoteLease("q", 0, 1),
+        Lease("q", 0, 1),
         asked,
         Seal(b"", b""),
         gives_back=True,
@@ -187,7 +188,7 @@ def ended(pair: tuple[EngineLayout, EngineLayout], address: Address, **changes: 
     src, dst = pair
     wanted = request(src, dst, 13)
     remote = RemoteEngine(src.engine, metadata_of(src).instance_id, address)
-    load = Load("r", remote, RemoteLease("s", 0, 1), wanted, Seal(b"", b""), gives_back=True)
+    load = Load("r", remote, Lease("s", 0, 1), wanted, Seal(b"", b""), gives_back=True)
     posted = [Done(f"agent {copies.src_rank}", copies) for copies in bind(compile_route(src, dst, 0), wanted)]
     agents = {f"agent {rank.rank}": (dict(rank.place)["pp"], dict(rank.place)["tp"]) for rank in src.ranks}
     made = EndedLoad(ShadowLoad(load, "r", 13, 13), posted, agents, is_failed=False, rearranges=False)  # type: ignore[arg-type]

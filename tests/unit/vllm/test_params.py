@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.handshake_messages import Address
+from kvreshard.session.lease import Lease
 from kvreshard.session.seal import SealError, check_seal, instance_id_of
 from kvreshard.vllm.page_list import write_pages
 from kvreshard.vllm.params import (
@@ -31,7 +32,7 @@ from kvreshard.vllm.prompt import Prompt, digest_prompt
 SECRET = bytes(range(32))
 PREFILL = RemotePrefill(
     RemoteEngine("engine", instance_id_of(SECRET), Address("10.0.0.1", 5600)),
-    RemoteLease("cmpl-1", 7, 2**63 + 12345),
+    Lease("cmpl-1", 7, 2**63 + 12345),
     300,
     (GroupParams("g0", 2, 128, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
     {"g0": write_pages((4, 9)), "g1": write_pages((3,)), "g2": write_pages((5,))},
@@ -70,7 +71,7 @@ def test_an_ipv6_address_may_have_brackets(host: str) -> None:
 # Of a prompt that is shorter than a digest's step, in slot 0, with an empty group: all that a router may leave out.
 SPARSE = replace(
     PREFILL,
-    lease=RemoteLease("cmpl-1", 0, 5),
+    lease=Lease("cmpl-1", 0, 5),
     num_tokens=9,
     groups=(GroupParams("g0", 0, 128, False, 512), GroupParams("g1", 0, None, True)),
     pages={"g0": "", "g1": write_pages((0,))},
@@ -297,10 +298,8 @@ def test_a_change_of_any_field_breaks_the_seal(path: tuple[Any, ...]) -> None:
         read = read_params(json.loads(json.dumps(wrong)))
     except ParamsError:
         return
-    source = read.remote.engine, read.remote.instance_id
-    lease = read.lease.request, read.lease.slot, read.lease.word
     with pytest.raises(SealError):
-        check_seal(SECRET, source, lease, read.tables(), read.seal)
+        check_seal(SECRET, read.remote.name, read.lease, read.tables(), read.seal)
 
 
 def test_what_is_not_sealed_decides_nothing_that_is_read() -> None:
