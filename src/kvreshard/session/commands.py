@@ -42,8 +42,8 @@ class Load:
     """Read `transfer` from a source; with empty intervals, only release the source's pages.
 
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
-    `gives_back`: release the source as soon as all has arrived; otherwise a `Release` or `Cancel` does, so that others may still read. A load
-    that fails releases in any case. `refusal`: how it fails without anything being read. `trace_headers`: of the request, where vLLM traces it.
+    `gives_back`: release the source as soon as all has arrived; otherwise a `Release` does, so that others may still read. A load that fails
+    releases in any case. `refusal`: how it fails without anything being read. `trace_headers`: of the request, where vLLM traces it.
 
     `transfer_id`: the prefill is under way, and is followed under this id at its source's listener. Then `transfer` has the pages that the
     listener has listed, and `seal` is that of its statement.
@@ -70,7 +70,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop the load of a request, and release its source. The result is a failure, or received if the load had ended."""
+    """Stop the load of a request. The result is a failure, and its source is released; or received if the load had ended: then a `Release` must
+    follow if it does not give back.
+    """
 
     request: str
 

@@ -276,7 +276,6 @@ class Endpoint:
                 if self._me is None or not self._own.release(self._me.name, command):
                     self._remote_leases.release(command)
             case Cancel():
-                self._remote_leases.cancel(command.request)
                 self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
             case Renew():
                 self._remote_leases.start_renewing(command, self._me)

@@ -52,12 +52,12 @@ MAX_REFUSED = 16
 class _Source:
     """What is wanted of one source, by lease.
 
-    `waiting`, `loaded`: requests. `loading`: number of loads. `releases`: leases to release when the source is met. `key_requests`: requests
+    `waiting`: requests. `loading`: number of loads. `loaded`: read, and not released. `releases`: leases to release when the source is met. `key_requests`: requests
     that wait for its key. `renamed`: leases of prefills that have begun again -> the next one of the same prefill. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
     """
 
     waiting: dict[Lease, set[str]] = field(default_factory=dict)
-    loaded: dict[Lease, set[str]] = field(default_factory=dict)
+    loaded: dict[Lease, None] = field(default_factory=dict)
     loading: Counter[Lease] = field(default_factory=Counter)
     releases: dict[Lease, None] = field(default_factory=dict)
     key_requests: set[str] = field(default_factory=set)
@@ -81,7 +81,6 @@ class RemoteLeases:
         self._transport, self._peers, self._results, self._usual_s = transport, peers, results, usual_s
         self._sources: dict[RemoteEngine, _Source] = {}
         self._waiting: dict[str, tuple[RemoteEngine, Lease]] = {}
-        self._loaded: dict[str, tuple[RemoteEngine, Lease]] = {}
         # Sources to look at in the next `update`, and those whose handshake has ended, put in by other threads.
         self._changed: dict[RemoteEngine, None] = {}
         self._answered: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
@@ -116,7 +115,10 @@ class RemoteLeases:
         if found is not None:
             remote, lease = found
             self._sources[remote].key_requests.discard(request)
-            _discard(self._sources[remote].waiting, lease, request)
+            waiting = self._sources[remote].waiting
+            waiting[lease].discard(request)
+            if not waiting[lease]:
+                del waiting[lease]
             self._changed[remote] = None
 
     def begin(self, load: Load) -> None:
@@ -138,15 +140,13 @@ class RemoteLeases:
             self.start_renewing(Renew(new.request, new.remote, new.lease), None)
 
     def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
-        """A load has ended. `is_kept`: a release or a cancel releases its source later. `peer` is None if it was not met."""
+        """A load has ended. `is_kept`: a release releases its source later. `peer` is None if it was not met."""
         source = self._source(load.remote)
         source.loading[load.lease] -= 1
         if not source.loading[load.lease]:
             del source.loading[load.lease]
         if is_kept:
-            self._forget_loaded(load.request)
-            self._loaded[load.request] = load.remote, load.lease
-            source.loaded.setdefault(load.lease, set()).add(load.request)
+            source.loaded[load.lease] = None
             self._expect_renewal(load.remote)
         self.stop_renewing(load.request)
         if is_kept:
@@ -161,18 +161,11 @@ class RemoteLeases:
         """No request that has been loaded wants the lease any more."""
         source, lease = self._source(release.remote), release.lease
         while True:
-            for request in source.loaded.pop(lease, ()):
-                del self._loaded[request]
+            source.loaded.pop(lease, None)
             self._release(release.remote, lease)
             if lease not in source.renamed:
                 return
             lease = source.renamed.pop(lease)
-
-    def cancel(self, request: str) -> None:
-        """A request, loaded or not, has been aborted."""
-        found = self._forget_loaded(request)
-        if found is not None:
-            self._release(*found)
 
     def update(self, me: LocalRank | None, now_s: float) -> None:
         """Act on handshakes that have ended and on sources whose wants have changed; without `me`, later."""
@@ -298,12 +291,6 @@ class RemoteLeases:
         source = self._sources.get(remote)
         return source is not None and (lease in source.loading or lease in source.waiting)
 
-    def _forget_loaded(self, request: str) -> tuple[RemoteEngine, Lease] | None:
-        found = self._loaded.pop(request, None)
-        if found is not None:
-            _discard(self._sources[found[0]].loaded, found[1], request)
-        return found
-
     def _report(self, me: LocalRank, peer: Peer, lease: Lease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
         for rank in peer.notified_ranks:
@@ -350,9 +337,3 @@ class RemoteLeases:
                 *(rank, peer.remote, error),
                 extra=fields("notification_failed", **peer.remote.log_fields),
             )
-
-
-def _discard(requests: dict[Lease, set[str]], lease: Lease, request: str) -> None:
-    requests[lease].discard(request)
-    if not requests[lease]:
-        del requests[lease]

@@ -77,12 +77,11 @@ def end(remote_leases: RemoteLeases, me: LocalRank) -> None:
     "act",
     [
         lambda remote_leases, me: remote_leases.release(Release(REMOTE, LEASE)),
-        lambda remote_leases, me: remote_leases.cancel("k0"),
         lambda remote_leases, me: remote_leases.stop_renewing("w0"),
         lambda remote_leases, me: remote_leases.start_renewing(Renew("new", REMOTE, LEASE), me),
         end,
     ],
-    ids=["release", "cancel", "stop renewing", "start renewing", "a load ends"],
+    ids=["release", "stop renewing", "start renewing", "a load ends"],
 )
 def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
     make: Callable[[], World], act: Callable[[RemoteLeases, LocalRank], None]

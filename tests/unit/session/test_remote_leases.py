@@ -98,21 +98,17 @@ def test_a_lease_that_another_wants_is_not_given_back(rank: Rank, use: Callable[
     assert (rank.reports(), rank.is_releasing) == ([], False)
 
 
-@pytest.mark.parametrize("word", ["release", "cancel"])
-def test_what_is_kept_goes_with_a_word_and_once(rank: Rank, word: str) -> None:
+def test_what_is_kept_goes_with_a_release_and_once(rank: Rank) -> None:
     rank.end(rank.load(), rank.meet(), is_kept=True)
-    assert (rank.reports(), len(rank.remote_leases._loaded)) == ([], 1)
+    assert rank.reports() == []
+    assert [list(source.loaded) for source in rank.remote_leases._sources.values()] == [[LEASE]]
     for _ in range(2):
-        if word == "release":
-            rank.remote_leases.release(Release(REMOTE, OTHER))
-            rank.remote_leases.release(Release(REMOTE, LEASE))
-        else:
-            rank.remote_leases.cancel("another")
-            rank.remote_leases.cancel("d")
+        rank.remote_leases.release(Release(REMOTE, OTHER))
+        rank.remote_leases.release(Release(REMOTE, LEASE))
     rank.remote_leases.update(rank.me, 100.0)
-    assert len(rank.remote_leases._loaded) == 0
+    assert rank.remote_leases._sources == {}
     # A release is not looked up: what has been read on another rank is nothing here.
-    assert rank.reports() == ([("s", True), ("r", True)] if word == "release" else [("r", True)])
+    assert rank.reports() == [("s", True), ("r", True)]
 
 
 def test_a_release_waits_for_the_engine_and_for_its_source(rank: Rank) -> None:

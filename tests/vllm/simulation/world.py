@@ -543,7 +543,7 @@ class World:
         for endpoint in engine.endpoints:
             assert len(endpoint._jobs._given_up) == 0, engine.name
             assert len(endpoint._scratch) == 0, engine.name
-            assert len(endpoint._remote_leases._loaded) == 0, engine.name
+            assert not any(source.loaded for source in endpoint._remote_leases._sources.values()), engine.name
 
     def run(self, num_requests: int, ticks_between: int = 25) -> None:
         """A whole life."""
