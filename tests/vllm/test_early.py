@@ -409,7 +409,6 @@ def test_an_idle_engine_rests_until_there_is_news(monkeypatch: pytest.MonkeyPatc
     both.arrive()
     waited: list[float] = []
     following = both.decode.side.following
-    assert following is not None
     monkeypatch.setattr(following, "wait", lambda seconds: waited.append(seconds) or False)
     resting = Idle(clock=iter(range(10**6)).__next__)
     assert resting.wait(both.decode.side) == 0.0

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
+from kvreshard.vllm.following import Following
 from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.scheduler import DelayedLoads, SchedulerSide
 from kvreshard.vllm.step_metadata import ReshardMetadata
@@ -29,7 +30,9 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     side._producer = SimpleNamespace(
         is_publishing=False, last_pages=last_pages, early=early, preempt=lambda requests: nothing
     )
-    side._consumer = SimpleNamespace(waiting=WaitingRequests(), following=None, hear=lambda: nothing, num_waiting=0)
+    following = Following("d", None, 30.0)
+    waiting = WaitingRequests((), following)
+    side._consumer = SimpleNamespace(waiting=waiting, following=following, hear=lambda: nothing, num_waiting=0)
     side._idle, side._handshake = Idle(), SimpleNamespace(show_changes=lambda: None)
     return side
 

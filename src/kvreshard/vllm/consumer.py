@@ -55,7 +55,7 @@ class Consumer:
 
     `me`: this engine and its instance id; `own_key`: the key of its own prefills. `hosts`: which sources are allowed. `min_answer_tokens`: how
     many tokens are worth loading of an answer; None: answers are not loaded. `is_shadow`: prompts are not compared, those of equal length
-    count as equal; partial loads are not logged.
+    count as equal; partial loads are not logged, and prefills that are under way not followed.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class Consumer:
         following: Following | None = None,
     ) -> None:
         self._config, self._count = config, count
-        self.following = following
-        self._followed: dict[str, Request] = {}
+        self.following = following or Following(me[0], None, wait_s=0.0)
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
         self.known = KnownSources(me, own_key)
@@ -80,7 +79,7 @@ class Consumer:
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.log = FallbackLog()
-        self.waiting = WaitingRequests(config.groups, following)
+        self.waiting = WaitingRequests(config.groups, self.following)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
@@ -97,27 +96,28 @@ class Consumer:
 
     def hear(self) -> Iterator[Command]:
         """What the listeners of sources have said of prefills that are under way. What a load is to know of its own, its ranks hear."""
-        for request_id, found in self.following.take() if self.following is not None else ():
-            waiting = self.waiting.get(request_id)
+        for request, found in self.following.take():
+            waiting = self.waiting.get(request.request_id)
             if waiting is not None and waiting.is_loading:
                 continue
             if isinstance(found, RemotePrefill):
-                yield from self._arrive(self._followed[request_id], found, is_answer=False)
+                yield from self._arrive(request, found, is_answer=False)
             elif waiting is not None:
-                yield from self.give_up(request_id, found.cause, found.text)
+                yield from self.give_up(request.request_id, found.cause, found.text)
             else:
-                self._lose(self._followed[request_id], found.cause, found.text, found.address)
-                self._unfollow(request_id)
+                self._lose(request, found.cause, found.text, found.address)
+                self.following.end(request.request_id)
 
     def _follow(self, request: Request, transfer: str, address: Address) -> None:
         """Ask a prefill engine's listener for a prefill that may be under way."""
-        cause = "shadow" if self.following is None else "host" if not self._hosts.allows(address.host) else ""
-        cause = cause if self._config.may_load else "role"
-        if cause or self.following is None:
-            self._lose(request, cause, "", address)
-            return
-        self.following.begin(request.request_id, transfer, address)
-        self._followed[request.request_id] = request
+        if not self._config.may_load:
+            self._lose(request, "role", "", address)
+        elif self._is_shadow:
+            self._lose(request, "shadow", "", address)
+        elif not self._hosts.allows(address.host):
+            self._lose(request, "host", "", address)
+        else:
+            self.following.begin(request, transfer, address)
 
     def _lose(
         self, request: Request, cause: str, text: str, address: Address | None = None, *, is_known: bool = False
@@ -197,7 +197,7 @@ class Consumer:
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond the `num_computed` that this engine has; None before the handshake."""
-        if self.following is not None and request.request_id in self.following:
+        if request.request_id in self.following:
             return None
         waiting = self.waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
@@ -246,16 +246,10 @@ class Consumer:
             transfer_id=waiting.transfer if waiting.is_early else "",
         )
 
-    def _unfollow(self, request_id: str) -> None:
-        if self.following is not None:
-            self.following.end(request_id)
-            self._followed.pop(request_id, None)
-
     @property
     def num_waiting(self) -> int:
         """Requests that wait until their load can begin."""
-        unknown = self.following.num_unknown if self.following is not None else 0
-        return len(self.waiting) - self.waiting.num_loading + unknown
+        return len(self.waiting) - self.waiting.num_loading + self.following.num_unknown
 
     def reset(self) -> Iterator[Command]:
         """The caches were reset: what waits is computed here, since the engine may have got other weights."""
@@ -282,7 +276,7 @@ class Consumer:
     def abort(self, request_id: str) -> Iterator[Command]:
         """The request has ended, in whatever way."""
         self.missing_items.end(request_id)
-        self._unfollow(request_id)
+        self.following.end(request_id)
         waiting = self.waiting.get(request_id)
         if waiting is None:
             return
@@ -303,7 +297,7 @@ class Consumer:
     def ended(self, request_id: str) -> Iterator[Command]:
         """The load is over on every rank: release its source, unless other requests here still use it."""
         waiting = self.waiting.forget(request_id)
-        self._unfollow(request_id)
+        self.following.end(request_id)
         if waiting is not None:
             yield from self._release_source(waiting.source, waiting.is_unmet)
 
@@ -373,7 +367,7 @@ class Consumer:
             self._note_partial(waiting, "vllm", num_loaded)
 
     def _release(self, request_id: str, waiting: Waiting) -> Iterator[Command]:
-        self._unfollow(request_id)
+        self.following.end(request_id)
         self.waiting.forget(request_id)
         yield StopRenewing(request_id)
         yield from self._release_source(waiting.source, waiting.is_unmet)

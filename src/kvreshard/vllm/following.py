@@ -16,12 +16,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import Address, HandshakeError, Known
 from kvreshard.session.keys import Keys
 from kvreshard.session.statement import Answer
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_statement
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,14 @@ class Lost:
 @dataclass(slots=True)
 class _Asked:
     """A transfer. `heard_s`: when its source was last known to have it, or when it was first asked for. `found`: what is known of it, and
-    `told`: the requests that have been told. `left_s`: see `Answer`; `lead_s`: see `Known`.
+    `untold`: of its requests, those that have not been told. `left_s`: see `Answer`; `lead_s`: see `Known`.
     """
 
     transfer: str
     address: Address
     heard_s: float
-    requests: set[str] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
+    requests: dict[str, Request] = field(default_factory=dict)
+    untold: set[str] = field(default_factory=set)
     has_heard: bool = False
     found: RemotePrefill | Lost | None = None
     error: str = ""
@@ -60,6 +64,10 @@ class _Asked:
         """Whether nothing more is to be heard."""
         statement = self.found.statement if isinstance(self.found, RemotePrefill) else None
         return isinstance(self.found, Lost) or (statement is not None and statement.is_complete)
+
+    def find(self, found: RemotePrefill | Lost) -> None:
+        """Something has become known, which all of its requests are to be told."""
+        self.found, self.untold = found, set(self.requests)
 
 
 class Following:
@@ -82,19 +90,20 @@ class Following:
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not been told of its prefill yet."""
         asked = self._of_request.get(request_id)
-        return asked is not None and request_id not in asked.told
+        return asked is not None and request_id in asked.untold
 
     @property
     def num_unknown(self) -> int:
         """Requests that have not been told of their prefills yet."""
-        return sum(len(asked.requests - asked.told) for asked in self._asked.values())
+        return sum(len(asked.untold) for asked in self._asked.values())
 
-    def begin(self, request_id: str, transfer: str, address: Address) -> None:
+    def begin(self, request: Request, transfer: str, address: Address) -> None:
         """Ask for a request."""
-        self.end(request_id)
+        self.end(request.request_id)
         asked = _Asked(transfer, address, self._clock())
-        asked = self._of_request[request_id] = self._asked.setdefault(asked.name, asked)
-        asked.requests.add(request_id)
+        asked = self._of_request[request.request_id] = self._asked.setdefault(asked.name, asked)
+        asked.requests[request.request_id] = request
+        asked.untold.add(request.request_id)
         self._ask(asked)
 
     def end(self, request_id: str) -> None:
@@ -102,16 +111,22 @@ class Following:
         asked = self._of_request.pop(request_id, None)
         if asked is None:
             return
-        asked.requests.discard(request_id)
+        del asked.requests[request_id]
+        asked.untold.discard(request_id)
         if not asked.requests:
             del self._asked[asked.name]
             if self._follower is not None:
                 self._follower.drop(asked.name)
 
-    def take(self) -> list[tuple[str, RemotePrefill | Lost]]:
+    def take(self) -> list[tuple[Request, RemotePrefill | Lost]]:
         """What has become known of requests since the last call."""
         self.listen()
-        return [told for asked in self._asked.values() for told in self._tell(asked)]
+        told: list[tuple[Request, RemotePrefill | Lost]] = []
+        for asked in self._asked.values():
+            if asked.found is not None:
+                told += [(asked.requests[name], asked.found) for name in sorted(asked.untold)]
+                asked.untold.clear()
+        return told
 
     def listen(self) -> bool:
         """Read what listeners have answered, and ask on; whether there is anything to `take`."""
@@ -125,16 +140,14 @@ class Following:
                 left_s, found = asked.left_s, self._read(asked, answer, now_s)
                 is_nearer |= asked.left_s != left_s
                 if found is not None:
-                    asked.found, asked.told = found, set()
+                    asked.find(found)
         for asked in self._asked.values():
             is_silent = not asked.has_heard or asked.error
             if now_s > asked.heard_s + self._wait_s and not asked.is_over and is_silent:
                 text = asked.error or f"it has not heard of transfer_id '{asked.transfer}' within {self._wait_s:g} s"
-                asked.found, asked.told = Lost("unheard", text, asked.address), set()
+                asked.find(Lost("unheard", text, asked.address))
             self._ask(asked)
-        return is_nearer or any(
-            asked.found is not None and asked.requests - asked.told for asked in self._asked.values()
-        )
+        return is_nearer or any(asked.found is not None and asked.untold for asked in self._asked.values())
 
     def is_near(self, request_id: str, lead_s: float) -> bool:
         """Whether a prefill is expected to end within `lead_s` seconds. If not, its source is asked to say when it is."""
@@ -165,12 +178,6 @@ class Following:
         """End all questions."""
         if self._follower is not None:
             self._follower.close()
-
-    def _tell(self, asked: _Asked) -> list[tuple[str, RemotePrefill | Lost]]:
-        if asked.found is None:
-            return []
-        untold, asked.told = asked.requests - asked.told, set(asked.requests)
-        return [(request_id, asked.found) for request_id in sorted(untold)]
 
     def _ask(self, asked: _Asked) -> None:
         if self._follower is None:

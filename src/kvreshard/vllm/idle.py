@@ -42,8 +42,8 @@ class Idle:
     def wait(self, consumer: Consumer) -> float:
         """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads."""
         following = consumer.following
-        is_followed = following is not None and all(map(following.is_open, consumer.waiting))
-        if following is None or not (is_followed and following.num_open and consumer.waiting.wait_for_prefills()):
+        is_followed = following.num_open > 0 and all(map(following.is_open, consumer.waiting))
+        if not (is_followed and consumer.waiting.wait_for_prefills()):
             self._wait_s = PATIENCE_S
             return PATIENCE_S
         if not self._is_sought:

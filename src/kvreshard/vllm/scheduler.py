@@ -316,8 +316,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop listening, and asking others."""
         self._handshake.close()
-        if self._consumer.following is not None:
-            self._consumer.following.close()
+        self._consumer.following.close()
 
     def _add(self, commands: Iterable[Command]) -> None:
         self._metadata.commands.extend(commands)

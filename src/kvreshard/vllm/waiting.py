@@ -87,7 +87,7 @@ class WaitingRequests:
     Loads that begin before their prefill has ended hold at most `max_early_blocks` together, and begin when `following` says that the end is near.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup] = (), following: Following | None = None) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], following: Following) -> None:
         self._groups, self._following = groups, following
         self._waiting: dict[str, Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
@@ -124,7 +124,7 @@ class WaitingRequests:
         if not waiting.is_early:
             return True
         wanted = blocks_to_load(self._groups, waiting.prefill.num_tokens)
-        if self._num_early_blocks + wanted > self.max_early_blocks or self._following is None:
+        if self._num_early_blocks + wanted > self.max_early_blocks:
             return False
         return self._following.is_near(waiting.request.request_id, self._pace.lead_s(waiting.num_missing))
 
