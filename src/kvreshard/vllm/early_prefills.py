@@ -34,15 +34,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Shown:
-    """A prefill that readers may follow. `num_listed`: pages of each group that the listener has. `step`: when its last step was scheduled,
-    and from which token on; `num_steps`: how many there were.
+class _Prefill:
+    """A request with a `transfer_id`. `owner`: it, or that of which it is a choice. `lease`: under which readers may follow it, if they may.
+
+    `is_complete`: readers find its prefill complete, whichever choice that was. Under its lease: `num_tokens`: of its prompt; `num_listed`: pages
+    of each group that the listener has; `step`: when its last step was scheduled, and from which token on; `num_steps`: how many there were.
     """
 
     request: Request
     transfer: str
-    lease: Lease
-    num_tokens: int
+    owner: str
+    lease: Lease | None = None
+    num_tokens: int = 0
+    is_complete: bool = False
     has_begun: bool = False
     num_listed: dict[str, int] = field(default_factory=dict)
     step: tuple[float, int] = (0.0, 0)
@@ -61,12 +65,7 @@ class EarlyPrefills:
     ) -> None:
         self._groups, self._num_groups = [group for group in groups if group.is_append_only], len(groups)
         self._rendezvous, self._describe = rendezvous, describe
-        # By request id: its transfer, and those that are computed.
-        self._transfers: dict[str, str] = {}
-        self._owners: dict[str, str] = {}
-        # Transfers that readers find complete.
-        self._complete: set[str] = set()
-        self._shown: dict[str, _Shown] = {}
+        self._prefills: dict[str, _Prefill] = {}
         # Of the last prefill that had some steps.
         self._clock, self._seconds_per_token = clock, float("nan")
 
@@ -74,79 +73,81 @@ class EarlyPrefills:
         """A request has arrived. `owner`: it, or that of which it is a choice."""
         transfer = transfer_of(request.kv_transfer_params or {})
         if transfer and self._rendezvous.hear(transfer, owner):
-            self._transfers[request.request_id] = transfer
-            self._owners[request.request_id] = owner
+            self._prefills[request.request_id] = _Prefill(request, transfer, owner)
 
     def schedule(self, request: Request, lease: Lease) -> None:
         """A request that has arrived has got blocks and a lease."""
-        transfer = self._transfers.get(request.request_id)
-        is_other = transfer in self._complete or any(one.transfer == transfer for one in self._shown.values())
-        if transfer is not None and not is_other and request.num_prompt_tokens <= MAX_TOKENS:
-            self._shown[request.request_id] = _Shown(request, transfer, lease, int(request.num_prompt_tokens))
+        prefill, num_tokens = self._prefills.get(request.request_id), int(request.num_prompt_tokens)
+        if prefill is None or num_tokens > MAX_TOKENS:
+            return
+        if not any(one.lease or one.is_complete for one in self._choices(prefill.owner)):
+            self._prefills[request.request_id] = _Prefill(request, prefill.transfer, prefill.owner, lease, num_tokens)
 
     def step(self, num_scheduled: Mapping[str, int], manager: KVCacheManager | None) -> Iterator[Computed]:
         """A step computes so many tokens of each request."""
-        if manager is None or not self._shown:
-            return
-        for request_id in [name for name in self._shown if name in num_scheduled]:
-            shown = self._shown[request_id]
-            start = min(int(shown.request.num_computed_tokens), shown.num_tokens)
-            stop = min(int(shown.request.num_computed_tokens) + num_scheduled[request_id], shown.num_tokens)
-            if (shown.has_begun or self._begin(shown)) and stop > start:
-                left_s = self._expect(shown, start, stop)
-                self._rendezvous.extend(shown.transfer, shown.lease.word, self._new_pages(shown, manager), left_s)
-                yield Computed(shown.lease.slot, shown.lease.word, start, stop)
+        for request_id in num_scheduled if self._prefills else ():
+            prefill = self._prefills.get(request_id)
+            if manager is None or prefill is None or prefill.lease is None:
+                continue
+            num_computed = int(prefill.request.num_computed_tokens)
+            start = min(num_computed, prefill.num_tokens)
+            stop = min(num_computed + num_scheduled[request_id], prefill.num_tokens)
+            if (prefill.has_begun or self._begin(prefill, prefill.lease)) and stop > start:
+                left_s, word = self._expect(prefill, start, stop), prefill.lease.word
+                self._rendezvous.extend(prefill.transfer, word, self._new_pages(prefill, manager), left_s)
+                yield Computed(prefill.lease.slot, word, start, stop)
 
     def preempt(self, request_id: str) -> None:
         """A request has lost its pages."""
-        self._shown.pop(request_id, None)
+        if request_id in self._prefills:
+            self._prefills[request_id].lease = None
 
-    def complete(self, request_id: str, prefill: RemotePrefill) -> None:
+    def complete(self, request_id: str, found: RemotePrefill) -> None:
         """A request has ended well. Of several choices it is the one that is kept, whichever was shown."""
-        transfer = self._transfers.get(request_id)
-        if transfer is not None:
-            self._shown = {name: one for name, one in self._shown.items() if one.transfer != transfer}
-            self._complete.add(transfer)
-            statement = _state(prefill, is_complete=True)
-            self._rendezvous.complete(transfer, self._owners[request_id], statement, prefill.tables())
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
+            for one in self._choices(prefill.owner):
+                one.lease, one.is_complete = None, True
+            statement = _state(found, is_complete=True)
+            self._rendezvous.complete(prefill.transfer, prefill.owner, statement, found.tables())
 
     def end(self, request_id: str, text: str) -> None:
         """Nothing can be read of a request any more. `text`: why, for people."""
-        self._shown.pop(request_id, None)
-        transfer, owner = self._transfers.pop(request_id, None), self._owners.pop(request_id, "")
-        if transfer is not None and owner not in self._owners.values():
-            self._complete.discard(transfer)
-            self._rendezvous.end(transfer, owner, text)
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None and not self._choices(prefill.owner):
+            self._rendezvous.end(prefill.transfer, prefill.owner, text)
 
-    def _begin(self, shown: _Shown) -> bool:
+    def _choices(self, owner: str) -> list[_Prefill]:
+        return [one for one in self._prefills.values() if one.owner == owner]
+
+    def _begin(self, prefill: _Prefill, lease: Lease) -> bool:
         """Show a prefill. One that may go on beyond its prompt is shown when it has ended: its windows, states and rings go on as well."""
-        goes_on = shown.request.max_tokens > 1 and len(self._groups) < self._num_groups
-        prefill = None if goes_on else self._describe(shown.request, shown.lease)
-        if prefill is None:
-            return False
-        owner, statement = self._owners[shown.request.request_id], _state(prefill, is_complete=False)
-        shown.has_begun = self._rendezvous.begin(shown.transfer, owner, statement)
-        return shown.has_begun
+        goes_on = prefill.request.max_tokens > 1 and len(self._groups) < self._num_groups
+        found = None if goes_on else self._describe(prefill.request, lease)
+        if found is not None:
+            statement = _state(found, is_complete=False)
+            prefill.has_begun = self._rendezvous.begin(prefill.transfer, prefill.owner, statement)
+        return prefill.has_begun
 
-    def _expect(self, shown: _Shown, start: int, stop: int) -> float | None:
+    def _expect(self, prefill: _Prefill, start: int, stop: int) -> float | None:
         """Seconds that a prefill will compute after a step from token `start` to `stop`, as `Answer.left_s`."""
-        now_s, (before_s, before) = self._clock(), shown.step
-        shown.step, shown.num_steps = (now_s, start), shown.num_steps + 1
+        now_s, (before_s, before) = self._clock(), prefill.step
+        prefill.step, prefill.num_steps = (now_s, start), prefill.num_steps + 1
         # With asynchronous scheduling the second step of an idle engine is scheduled right behind the first.
-        if shown.num_steps > 2 and start > before:
+        if prefill.num_steps > 2 and start > before:
             self._seconds_per_token = (now_s - before_s) / (start - before)
-        left_s = (shown.num_tokens - stop) * self._seconds_per_token
+        left_s = (prefill.num_tokens - stop) * self._seconds_per_token
         return None if math.isnan(left_s) else left_s
 
-    def _new_pages(self, shown: _Shown, manager: KVCacheManager) -> Mapping[str, list[int]]:
+    def _new_pages(self, prefill: _Prefill, manager: KVCacheManager) -> Mapping[str, list[int]]:
         """Those that the listener does not have, by group. vLLM appends blocks to those that a request has (0.32.0, `SingleTypeKVCacheManager.req_to_blocks`)."""
         new: dict[str, list[int]] = {}
         for group in self._groups:
-            held = manager.coordinator.single_type_managers[group.index].req_to_blocks[shown.request.request_id]
-            known = shown.num_listed.get(group.name, 0)
+            held = manager.coordinator.single_type_managers[group.index].req_to_blocks[prefill.request.request_id]
+            known = prefill.num_listed.get(group.name, 0)
             if len(held) > known:
                 new[group.name] = [block.block_id for block in held[known:]]
-                shown.num_listed[group.name] = len(held)
+                prefill.num_listed[group.name] = len(held)
         return new
 
 
