@@ -166,7 +166,22 @@ def test_what_a_load_left_out_of_a_page_is_not_published() -> None:
         assert [group.first_held for group in read_params(params).groups] == [0, expected]
         assert ask(turn((full(64), window(64, 100))), params, [*TOKENS, 7]) == (0 if expected == 150 else 247)
         made.freed(name)
-        assert not made._first_loaded
+
+
+def test_what_a_load_left_out_is_there_once_it_is_computed_after_all() -> None:
+    """A preempted request computes all of its tokens under another lease."""
+    some = groups(full(64), window(64, 100))
+    sizes = {"tp_size": 1, "dcp_size": 1, "pp_size": 1}
+    made = Producer("d", KEY, EngineConfig(some, num_draft_tokens=4, sizes=sizes), 30.0, 4, TTL_S)
+    made.address = Address("127.0.0.1", 5)
+    asked = request("d-1", TOKENS[:252], kv_transfer_params=dict(ASKED), num_computed_tokens=251)
+    list(made.schedule(asked))
+    made.note_first("d-1", some[1], 150)
+    list(made.preempt(["d-1"]))
+    list(made.schedule(asked))
+    params, _ = made.finish(asked, [[1, 2, 3, 4], [0, 0, 3, 4]])
+    assert params is not None
+    assert [group.first_held for group in read_params(params).groups] == [0, 128]
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_a_load_begins_while_the_prompt_is_computed() -> None:
     assert both.decode.side.count_loadable(asked, 0) is None
     assert both.hear() == []
     source = both.prefill()
-    lease = both.source._leases.find("p-1")
-    assert lease is not None
-    assert both.step(source, 100, [1, 2]) == [Computed(0, lease.word, 0, 100)]
+    leased = both.source._leases.find("p-1")
+    assert leased is not None
+    assert both.step(source, 100, [1, 2]) == [Computed(0, leased.lease.word, 0, 100)]
     (renew,) = both.hear()
     assert isinstance(renew, Renew)
     assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
@@ -209,8 +209,9 @@ def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:
     both = Both(full(64))
     source = both.prefill()
     both.step(source, 100, [1, 2])
-    first = both.source._leases.find("p-1")
-    assert first is not None
+    leased = both.source._leases.find("p-1")
+    assert leased is not None
+    first = leased.lease
     assert list(both.source.preempt(["p-1", "unknown"])) == [Revoke(first)]
     source.num_computed_tokens = 0
     (second,) = both.source.schedule(source)

@@ -27,9 +27,7 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     nothing: list[Any] = []
     early = SimpleNamespace(step=lambda scheduled, manager: nothing)
     last_pages = SimpleNamespace(hold=lambda: None)
-    side._producer = SimpleNamespace(
-        is_publishing=False, last_pages=last_pages, early=early, preempt=lambda requests: nothing
-    )
+    side._producer = SimpleNamespace(num_leases=0, last_pages=last_pages, early=early, preempt=lambda requests: nothing)
     following = Following("d", None, 30.0)
     waiting = WaitingRequests((), following)
     side._consumer = SimpleNamespace(waiting=waiting, following=following, hear=lambda: nothing, num_waiting=0)

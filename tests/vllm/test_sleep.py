@@ -133,17 +133,17 @@ def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_compu
     engine = world.by_name["p"]
     scheduling = engine.connector._scheduler
     scheduling.take_metadata({}, ())
-    lease = scheduling._producer._leases.acquire("r")
+    computing = scheduling._producer._leases.acquire("r")
     published = scheduling._producer._leases.acquire("s")
-    scheduling._producer._leases.publish("s", Prompt(()), 1, {})
+    scheduling._producer._leases.publish("s", Prompt(()), 1, {}, 0)
     before, key = engine.engine_metadata.instance_id, engine.engine_metadata.key
     engine._begin_instance()
     after = engine.engine_metadata.instance_id
     assert after != before
     assert scheduling._producer._key == engine.engine_metadata.key != key
     commands = scheduling.take_metadata({}, ()).commands
-    assert Acquire(lease) in commands
-    assert Acquire(published) not in commands
+    assert Acquire(computing.lease) in commands
+    assert Acquire(published.lease) not in commands
     for instance, is_own in ((before, False), (after, True)):
         assert scheduling._consumer.known.is_own(RemoteEngine("p", instance, engine.address)) is is_own
     world.close()

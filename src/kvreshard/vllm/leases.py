@@ -1,4 +1,4 @@
-"""Leases of the prefill side: slot, word and name of each, and the parameters that choices of one request share.
+"""Requests with a lease at the prefill side: slot, word and name of each, and the parameters that choices of one request share.
 
 The scheduler decides slot and word once for all ranks. A lease has the name of its request. Where peers would not accept the request
 id (too long, or with characters that do not print), the name is the printable part of it and a digest of all of it.
@@ -14,12 +14,15 @@ import hashlib
 import re
 import secrets
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.text import MAX_NAME, is_name, plain
 from kvreshard.session.lease import Lease
 from kvreshard.vllm.prompt import Prompt
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 DIGEST_BYTES = 16
 _CHOICE = re.compile(r"\d+_(.+)\Z", re.DOTALL)
@@ -34,15 +37,30 @@ class _Shared:
     params: dict[str, Any]
 
 
+@dataclass(slots=True)
+class Leased:
+    """A request with a lease.
+
+    `computing`: itself, while it is computed for a decode engine. `first_loaded`: by group, the first token that a load has brought, where the
+    group's blocks begin with tokens that it left out. `num_blocks`: those held for other engines, which may read it once it `is_published`.
+    """
+
+    lease: Lease
+    computing: Request | None = None
+    first_loaded: dict[str, int] = field(default_factory=dict)
+    is_published: bool = False
+    num_blocks: int = 0
+
+
 class Leases:
-    """The leases of one prefill engine, by request id. A slot that is released is used again last."""
+    """The leases of one prefill engine, by request id. A slot that is released is used again last. `num_blocks`: all that are held."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, Leased] = {}
         self._requests: dict[str, str] = {}
-        self._published: set[str] = set()
         self._by_parent: dict[str, _Shared] = {}
+        self.num_blocks = 0
 
     def __len__(self) -> int:
         """Slots in use."""
@@ -51,23 +69,23 @@ class Leases:
     @property
     def published(self) -> list[str]:
         """Requests that other engines may read, sorted."""
-        return sorted(self._published)
+        return sorted(request for request, leased in self._leases.items() if leased.is_published)
 
     @property
     def unpublished(self) -> list[Lease]:
         """The leases of requests that are being computed."""
-        return [lease for request, lease in self._leases.items() if request not in self._published]
+        return [leased.lease for leased in self._leases.values() if not leased.is_published]
 
-    def acquire(self, request: str) -> Lease | None:
+    def acquire(self, request: str) -> Leased | None:
         """The request's lease, a new one if it has none; None when all slots are taken."""
         if request not in self._leases:
             if not self._free:
                 return None
             lease = Lease(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
-            self._leases[request], self._requests[lease.request] = lease, request
+            self._leases[request], self._requests[lease.request] = Leased(lease), request
         return self._leases[request]
 
-    def find(self, request: str) -> Lease | None:
+    def find(self, request: str) -> Leased | None:
         """The request's lease."""
         return self._leases.get(request)
 
@@ -75,9 +93,11 @@ class Leases:
         """The request of the lease with this name; the name itself once the lease is released."""
         return self._requests.get(lease, lease)
 
-    def publish(self, request: str, prompt: Prompt, num_tokens: int, params: dict[str, Any]) -> None:
-        """Other engines may read the first `num_tokens` tokens, by these parameters."""
-        self._published.add(request)
+    def publish(self, request: str, prompt: Prompt, num_tokens: int, params: dict[str, Any], num_blocks: int) -> None:
+        """Other engines may read the first `num_tokens` tokens of a request with a lease, by these parameters."""
+        leased = self._leases[request]
+        leased.computing, leased.is_published, leased.num_blocks = None, True, num_blocks
+        self.num_blocks += num_blocks
         parent = _parent(request)
         if parent is not None:
             self._by_parent[parent] = _Shared(request, _cut(prompt, num_tokens), dict(params))
@@ -90,7 +110,8 @@ class Leases:
 
     def withdraw(self, request: str) -> None:
         """Other engines may no longer read the request. Its slot stays in use until `release`."""
-        self._published.discard(request)
+        if request in self._leases:
+            self._leases[request].is_published = False
         parent = _parent(request)
         if parent is not None and parent in self._by_parent and self._by_parent[parent].request == request:
             del self._by_parent[parent]
@@ -98,10 +119,11 @@ class Leases:
     def release(self, request: str) -> None:
         """Every rank has ended the lease: its slot is free."""
         self.withdraw(request)
-        lease = self._leases.pop(request, None)
-        if lease is not None:
-            del self._requests[lease.request]
-            self._free.append(lease.slot)
+        leased = self._leases.pop(request, None)
+        if leased is not None:
+            del self._requests[leased.lease.request]
+            self._free.append(leased.lease.slot)
+            self.num_blocks -= leased.num_blocks
 
 
 def lease_name(request: str) -> str:

@@ -74,22 +74,12 @@ class Producer:
         # Answers that prefill engines may read, in the order in which they were published.
         self._answers: dict[str, None] = {}
         self._has_logged_beyond = False
-        self._computing: dict[str, Request] = {}
-        # The first token that a load has brought, of requests and groups whose blocks begin with tokens that it left out.
-        self._first_loaded: dict[tuple[str, str], int] = {}
-        self._held_blocks: dict[str, int] = {}
-        self._num_blocks_held = 0
         self.last_pages = LastPages(config.groups)
         self._holds_last_pages = config.num_backoff_tokens < MIN_COMPUTED_TOKENS
         self.address: Address | None = None
         self.early = EarlyPrefills(config.groups, rendezvous or Rendezvous(key), self._describe_early)
         self._has_logged_size = False
         self.repeats = Repeats(logger)
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether blocks are held for other engines, or will be."""
-        return bool(len(self._leases))
 
     @property
     def num_leases(self) -> int:
@@ -99,7 +89,7 @@ class Producer:
     @property
     def num_blocks_held(self) -> int:
         """Blocks that are held for other engines."""
-        return self._num_blocks_held
+        return self._leases.num_blocks
 
     @property
     def num_answers(self) -> int:
@@ -108,11 +98,12 @@ class Producer:
 
     def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
         """Whether a request that may be published can end with this step, which computes `num_scheduled` tokens of each."""
-        return any(
-            name in self._computing
-            and self._computing[name].num_computed_tokens + num_tokens >= self._computing[name].num_prompt_tokens
-            for name, num_tokens in num_scheduled.items()
-        )
+        for name, num_tokens in num_scheduled.items():
+            leased = self._leases.find(name)
+            request = None if leased is None else leased.computing
+            if request is not None and request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
+                return True
+        return False
 
     def begin_instance(self, key: bytes) -> Iterator[Command]:
         """Seal with another key, and take the leases again of what is being computed: the ranks have forgotten them."""
@@ -152,8 +143,8 @@ class Producer:
         )
         if not (is_prefill or is_answer) or self._leases.find(request.request_id) is not None:
             return
-        lease = self._leases.acquire(request.request_id)
-        if lease is None:
+        leased = self._leases.acquire(request.request_id)
+        if leased is None:
             self.repeats.log(
                 logging.WARNING,
                 "lease_slots_full",
@@ -165,35 +156,35 @@ class Producer:
         if is_prefill:
             if self._holds_last_pages:
                 self.last_pages.expect(request.request_id, request.num_prompt_tokens)
-            self._computing[request.request_id] = request
-            self.early.schedule(request, lease)
-        yield Acquire(lease)
+            leased.computing = request
+            self.early.schedule(request, leased.lease)
+        yield Acquire(leased.lease)
 
     def preempt(self, request_ids: Iterable[str]) -> Iterator[Command]:
         """Requests have lost their blocks: their leases end before this step overwrites them. Each takes another when it gets blocks again."""
         for request_id in request_ids:
-            lease = self._leases.find(request_id)
-            if lease is not None:
+            leased = self._leases.find(request_id)
+            if leased is not None:
                 self.early.preempt(request_id)
-                self._computing.pop(request_id, None)
                 self.last_pages.release(request_id)
                 self._leases.release(request_id)
-                yield Revoke(lease)
+                yield Revoke(leased.lease)
 
     def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
         """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""
-        if self._leases.find(request_id) is not None:
-            self._first_loaded[request_id, group.name] = token
+        leased = self._leases.find(request_id)
+        if leased is not None:
+            leased.first_loaded[group.name] = token
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any] | None, Command | None]:
         """(parameters for the router, command for the ranks). The blocks stay with `Publish`; otherwise they can be freed at once."""
-        self._computing.pop(request.request_id, None)
-        lease = self._leases.find(request.request_id)
-        if lease is None:
+        leased = self._leases.find(request.request_id)
+        if leased is None:
             self.early.end(request.request_id, "it has ended before it was computed, or no lease slot was free")
             return None, None
+        lease = leased.lease
         is_answer = not _is_prefill(request)
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_tokens = count_settled(request) - (self._config.num_draft_tokens if is_answer else 0)
@@ -214,15 +205,15 @@ class Producer:
         if params is None:
             self.freed(request.request_id)
             return None, Revoke(lease)
-        self._leases.publish(request.request_id, prompt, num_tokens, params)
+        tables = prefill.tables()
+        num_blocks = sum(len(table.pages) for table in tables.values())
+        self._leases.publish(request.request_id, prompt, num_tokens, params, num_blocks)
         self.early.complete(request.request_id, prefill)
-        self._held_blocks[request.request_id] = sum(len(table.pages) for table in prefill.tables().values())
-        self._num_blocks_held += self._held_blocks[request.request_id]
         lease_s = self._lease_s
         if is_answer and self._answer_lease_s is not None:
             self._answers[request.request_id] = None
             lease_s = self._answer_lease_s
-        return params, Publish(lease.request, lease_s, prefill.tables())
+        return params, Publish(lease.request, lease_s, tables)
 
     def withdraw_oldest_answer(self) -> Iterator[Command]:
         """Give the blocks of the answer back that has been held longest. Who is reading it fails, and computes the prompt."""
@@ -299,6 +290,8 @@ class Producer:
             group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
             for group, (first, ids) in zip(self._config.groups, pages, strict=True)
         }
+        leased = self._leases.find(request.request_id)
+        first_loaded = {} if leased is None else leased.first_loaded
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, instance_id_of(self._key), address),
@@ -315,7 +308,7 @@ class Producer:
                     group.ring_tokens,
                     max(
                         group.first_written(num_tokens),
-                        self._first_loaded.get((request.request_id, group.name), 0),
+                        first_loaded.get(group.name, 0),
                         token if group.page_tokens else 0,
                     )
                     or UNSET,
@@ -365,16 +358,13 @@ class Producer:
         self.last_pages.release(request_id)
         self._answers.pop(request_id, None)
         self._leases.release(request_id)
-        self._num_blocks_held -= self._held_blocks.pop(request_id, 0)
-        for group in self._config.groups:
-            self._first_loaded.pop((request_id, group.name), None)
 
     def _withdraw(self, request_id: str) -> Iterator[Command]:
         self._leases.withdraw(request_id)
         self._answers.pop(request_id, None)
-        lease = self._leases.find(request_id)
-        if lease is not None:
-            yield Revoke(lease)
+        leased = self._leases.find(request_id)
+        if leased is not None:
+            yield Revoke(leased.lease)
 
 
 def _is_prefill(request: Request) -> bool:

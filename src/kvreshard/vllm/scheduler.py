@@ -329,7 +329,7 @@ class SchedulerSide:
         """
         if self._consumer.waiting.num_loading > self._consumer.waiting.num_early:
             return False
-        return self._producer.is_publishing and self._consumer.num_waiting > 0
+        return self._producer.num_leases > 0 and self._consumer.num_waiting > 0
 
     def _has_room(self, request: Request, num_loaded: int) -> bool:
         if self._manager is None:

@@ -26,14 +26,16 @@ def test_choices_of_one_request_share_what_they_have_computed_alike(
     name: str, prompt: Prompt, num_tokens: int, is_shared: bool
 ) -> None:
     leases = Leases(4)
-    leases.publish("0_p", PROMPT, 9, {"a": 1})
+    leases.acquire("0_p")
+    leases.publish("0_p", PROMPT, 9, {"a": 1}, 2)
     assert leases.find_shared(name, prompt, num_tokens) == ({"a": 1} if is_shared else None)
 
 
 def test_only_the_end_of_the_lease_that_is_shared_ends_the_sharing() -> None:
     leases = Leases(4)
-    leases.publish("p", PROMPT, 9, {})
-    leases.publish("0_p", PROMPT, 9, {"a": 1})
+    for name, params in (("p", {}), ("0_p", {"a": 1})):
+        leases.acquire(name)
+        leases.publish(name, PROMPT, 9, params, 2)
     for name in ("p", "1_p", "2_q"):
         leases.withdraw(name)
     assert leases.find_shared("2_p", PROMPT, 9) == {"a": 1}
@@ -46,23 +48,35 @@ def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
     first, second = leases.acquire("a"), leases.acquire("b")
     assert first is not None
     assert second is not None
-    assert (leases.acquire("a"), {first.slot, second.slot}, leases.acquire("c")) == (first, {0, 1}, None)
-    assert first.word != second.word
+    assert (leases.acquire("a"), {first.lease.slot, second.lease.slot}, leases.acquire("c")) == (first, {0, 1}, None)
+    assert first.lease.word != second.lease.word
     leases.release("a")
     leases.release("a")
     again = leases.acquire("c")
     assert again is not None
-    assert (again.slot, leases.acquire("d")) == (first.slot, None)
+    assert (again.lease.slot, leases.acquire("d")) == (first.lease.slot, None)
 
 
 @pytest.mark.parametrize("request_id", ["x" * 257, "x" * 100_000, "a\nb", "\x1b[31m", "\ud800"])
 def test_the_lease_of_any_request_has_a_name_that_peers_take(request_id: str) -> None:
     leases = Leases(2)
-    grant, other = leases.acquire(request_id), leases.acquire(request_id + "y")
-    assert grant is not None
+    leased, other = leases.acquire(request_id), leases.acquire(request_id + "y")
+    assert leased is not None
     assert other is not None
-    assert is_name(grant.request)
-    assert grant.request != other.request
-    assert (leases.find(request_id), leases.find_request(grant.request)) == (grant, request_id)
+    name = leased.lease.request
+    assert is_name(name)
+    assert name != other.lease.request
+    assert (leases.find(request_id), leases.find_request(name)) == (leased, request_id)
     leases.release(request_id)
-    assert leases.find_request(grant.request) == grant.request
+    assert leases.find_request(name) == name
+
+
+def test_blocks_are_held_from_the_publication_until_the_release() -> None:
+    leases = Leases(2)
+    for name, num_blocks in (("a", 3), ("b", 5)):
+        leases.acquire(name)
+        leases.publish(name, PROMPT, 9, {}, num_blocks)
+    leases.withdraw("a")  # a reader may not have noticed yet
+    assert (leases.num_blocks, leases.published) == (8, ["b"])
+    leases.release("a")
+    assert leases.num_blocks == 5
