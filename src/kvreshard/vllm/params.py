@@ -21,7 +21,7 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -52,6 +52,8 @@ _HOST = re.compile(r"(\[[A-Za-z0-9_.:%-]{1,255}\]|[A-Za-z0-9_.:%-]{1,255})\Z")
 MAX_EXACT = 1 << 53
 
 _PageList = Annotated[str, msgspec.Meta(max_length=MAX_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
 
 
 class ParamsError(KvReshardError):
@@ -66,13 +68,13 @@ class GroupParams(msgspec.Struct, frozen=True):
     """
 
     name: Name
-    first_page: int = 0
-    page_tokens: int | None = None
+    first_page: _Count = 0
+    page_tokens: _Size | None = None
     is_state: bool = False
-    window_tokens: int | None = None
-    chunk_tokens: int | None = None
-    ring_tokens: int | None = None
-    first_token: int | msgspec.UnsetType = msgspec.UNSET
+    window_tokens: _Count | None = None
+    chunk_tokens: _Count | None = None
+    ring_tokens: _Size | None = None
+    first_token: _Count | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def first_held(self) -> int:
@@ -90,24 +92,30 @@ class ReshardParams(msgspec.Struct, frozen=True):
     pages: Annotated[dict[Name, _PageList], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
     seal: Annotated[str, msgspec.Meta(min_length=2 * SEAL_BYTES, max_length=2 * SEAL_BYTES)]
-    slot: int = 0
+    slot: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
 
 class _ListenerParams(msgspec.Struct, frozen=True):
-    """The fields that a request with a `transfer_id` needs."""
+    """Where the prefill engine listens: the fields that a request with a `transfer_id` needs."""
 
     remote_host: str
-    remote_port: int
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+    def __post_init__(self) -> None:
+        if not _HOST.match(self.remote_host):
+            raise ValueError(f"remote_host is {plain(self.remote_host, 80)!r}; it must be a name or an address")
+
+    @property
+    def address(self) -> Address:
+        return Address(self.remote_host, self.remote_port)
 
 
-class _Params(msgspec.Struct, frozen=True):
+class _Params(_ListenerParams, frozen=True):
     """The fields that a load needs."""
 
     remote_engine_id: Name
     remote_request_id: Name
-    remote_host: str
-    remote_port: int
-    remote_num_tokens: int
+    remote_num_tokens: _Size
     kvreshard: ReshardParams
 
 
@@ -228,17 +236,11 @@ def transfer_of(params: Mapping[str, Any]) -> str:
 def read_address(params: Mapping[str, Any]) -> Address:
     """Where the prefill engine of a request with a `transfer_id` listens. Raises ParamsError."""
     try:
-        read = msgspec.convert(_restored(dict(params)), _ListenerParams)
+        return msgspec.convert(_restored(dict(params)), _ListenerParams).address
     except msgspec.ValidationError as error:
         raise ParamsError(
             f"kv_transfer_params with a transfer_id need remote_host and remote_port, where the prefill engine listens: {plain(error)}"
         ) from error
-    if not _HOST.match(read.remote_host) or not 1 <= read.remote_port <= 65535:
-        raise ParamsError(
-            f"kv_transfer_params: remote_host is {plain(read.remote_host, 80)!r} and remote_port {read.remote_port}; they must be a name or an "
-            "address, and a port"
-        )
-    return Address(read.remote_host, read.remote_port)
 
 
 def names_source(params: Mapping[str, Any]) -> bool:
@@ -265,15 +267,10 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         word, code = int(read.kvreshard.word, 16), bytes.fromhex(read.kvreshard.seal)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
-    if not _HOST.match(read.remote_host):
-        raise ParamsError(
-            f"kv_transfer_params: remote_host is {plain(read.remote_host, 80)!r}; it must be a name or an address"
-        )
-    _check_numbers(read, read.kvreshard.groups, word)
+    if not 0 < word < 1 << 64:
+        raise ParamsError(f"kv_transfer_params: word is {word}; it must be positive, and have 64 bits at most")
     pages = _read_lists(read.kvreshard)
-    remote = RemoteEngine(
-        read.remote_engine_id, read.kvreshard.instance_id, Address(read.remote_host, read.remote_port)
-    )
+    remote = RemoteEngine(read.remote_engine_id, read.kvreshard.instance_id, read.address)
     lease = Lease(read.remote_request_id, read.kvreshard.slot, word)
     return RemotePrefill(
         remote, lease, read.remote_num_tokens, read.kvreshard.groups, pages, read.kvreshard.prompt, code
@@ -293,7 +290,6 @@ def read_statement(statement: Statement, address: Address) -> RemotePrefill:
             f"what the listener at {address} says of a prefill cannot be used: it describes groups {plain(names)} of {num_tokens} tokens and "
             f"lists pages of {plain(sorted(tables))} of {statement.num_tokens}"
         )
-    _check_groups(groups)
     return RemotePrefill(
         RemoteEngine(statement.engine, statement.instance_id, address),
         statement.lease,
@@ -351,31 +347,3 @@ def _restored(value: Any) -> Any:
             )
         return int(value)
     return value
-
-
-def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:
-    ranges = {
-        "remote_port": (read.remote_port, 1, 65535),
-        "remote_num_tokens": (read.remote_num_tokens, 1, MAX_SIZE),
-        "slot": (read.kvreshard.slot, 0, 1 << 32),
-        "word": (word, 1, (1 << 64) - 1),
-    }
-    for name, (value, low, high) in ranges.items():
-        if not low <= value <= high:
-            raise ParamsError(f"kv_transfer_params: {name} is {value}; it must be from {low} to {high}")
-    _check_groups(groups)
-
-
-def _check_groups(groups: Sequence[GroupParams]) -> None:
-    for group in groups:
-        sizes = (
-            *(group.first_page, group.first_token or 0, group.page_tokens),
-            *(group.window_tokens, group.chunk_tokens, group.ring_tokens),
-        )
-        if any(size is not None and not 0 <= size <= MAX_SIZE for size in sizes) or 0 in (
-            group.page_tokens,
-            group.ring_tokens,
-        ):
-            raise ParamsError(
-                f"kv_transfer_params: group '{group.name}' has a size that is not positive, or above {MAX_SIZE}: {plain(group)}"
-            )
