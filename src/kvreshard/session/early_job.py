@@ -56,12 +56,20 @@ NO_LAYER = 1 << 30
 
 @dataclass(slots=True)
 class _Life:
-    """What is known of the prefill under one lease: the pages that it has of each group, and which ranks have been seen to hold the lease."""
+    """The prefill under one lease: what is known of it, and what was read of it, which counts for nothing under another one.
+
+    `tables`: the pages that it has of each group. `held_by`: the ranks that have been seen to hold the lease, and `progress` of those that hold
+    it still; `is_over`: one of them does no more, or the listener has named another lease. `final_s`: when all that is loaded was computed.
+    """
 
     lease: Lease
     tables: dict[str, PageTable]
     is_complete: bool
     held_by: set[int] = field(default_factory=set)
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    is_over: bool = False
+    moved: Moved = Moved()  # noqa: RUF009 (frozen)
+    final_s: float | None = None
 
     def extend(self, tables: Mapping[str, PageTable], *, is_complete: bool) -> None:
         """Append pages. Those that do not follow on what is known change nothing; the listener will say them again."""
@@ -73,6 +81,17 @@ class _Life:
                 pages = np.concatenate([known.pages, more.pages])
                 self.tables[name] = PageTable(pages, known.num_tokens, known.first_page)
         self.is_complete |= is_complete
+
+    def see(self, told: Mapping[int, Progress | None]) -> None:
+        """What the words of the lease say, by source rank; None where its lease word is another."""
+        self.progress = {rank: progress for rank, progress in told.items() if progress is not None}
+        self.is_over |= bool(self.held_by - self.progress.keys())
+        self.held_by.update(self.progress)
+
+    def count(self, plan: ReadPlan) -> None:
+        """A plan is read."""
+        moved = Moved.by(plan)
+        self.moved += moved if self.final_s is not None else replace(moved, num_early_bytes=moved.num_bytes)
 
     def known(self, transfer: str) -> Known:
         """What the listener need not say again."""
@@ -114,13 +133,13 @@ class _Cursors:
         )
         return np.where(self._layer < num_layers, step_tokens, num_tokens)
 
-    def readable(self, progress: Mapping[int, Progress], life: _Life) -> Int64s:
+    def readable(self, life: _Life) -> Int64s:
         """Up to which token each part can be read: what is final and has known pages, to an edge of pages or the end.
 
         Everything is final once the prefill is complete. Then words may say nothing: the lease may have ended before they were read once.
         """
         listed = np.array([self._listed(found, life.tables) for found in self._sources], dtype=np.int64)
-        final = self.end if life.is_complete else self.final(progress)
+        final = self.end if life.is_complete else self.final(life.progress)
         final = np.minimum(final, listed[self._source] if len(listed) else 0)
         return np.where(final >= self.end, self.end, final - final % self._align)
 
@@ -142,11 +161,7 @@ class EarlyJob(Job):
     on_new_lease: Callable[[Load, Load], None] = lambda old, new: None
     _life: _Life = field(init=False)
     _next_life: _Life | None = None
-    _progress: Mapping[int, Progress] = field(default_factory=dict)
-    _is_over: bool = False
     _needs_end: bool = False
-    _moved: Moved = field(default_factory=Moved)
-    _final_s: float | None = None
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -160,7 +175,7 @@ class EarlyJob(Job):
     @property
     def follows(self) -> bool:
         """Whether there is anything to hear from the listener."""
-        is_known = self._life.is_complete and not self._is_over
+        is_known = self._life.is_complete and not self._life.is_over
         return self.peer is not None and self.outcome is None and not (self.is_stopped or is_known)
 
     def see(self, told: Mapping[int, Progress | None], now_s: float) -> None:
@@ -168,9 +183,7 @@ class EarlyJob(Job):
 
         A source rank learns of a lease a little later than the listener. One that has had it and has it no more has ended it.
         """
-        self._progress = {rank: progress for rank, progress in told.items() if progress is not None}
-        self._is_over |= bool(self._life.held_by - self._progress.keys())
-        self._life.held_by.update(self._progress)
+        self._life.see(told)
         self.since_s = now_s
 
     def hear(self, answer: Answer | HandshakeError, now_s: float) -> None:
@@ -206,7 +219,7 @@ class EarlyJob(Job):
             if life is not None and life.lease.word == statement.word:
                 life.extend(tables, is_complete=statement.is_complete)
                 return
-        self._next_life, self._is_over = _Life(statement.lease, tables, statement.is_complete), True
+        self._next_life, self._life.is_over = _Life(statement.lease, tables, statement.is_complete), True
 
     def _load_steps(self) -> Steps:
         self.peer = peer = self.handshake.result()
@@ -237,16 +250,16 @@ class EarlyJob(Job):
                 if error is not None:
                     raise error
             if busy_since_s is not None and not in_flight:
-                until_s = peer.mover.clock() if self._final_s is None else self._final_s
-                self._moved += Moved(early_s=max(0.0, until_s - busy_since_s))
+                until_s = peer.mover.clock() if self._life.final_s is None else self._life.final_s
+                self._life.moved += Moved(early_s=max(0.0, until_s - busy_since_s))
                 busy_since_s = None
-            if self._is_over:
+            if self._life.is_over:
                 while in_flight:
                     yield from settled(in_flight.popleft())
                 yield from self._begin_again(cursors)
-            if self._final_s is None and self._is_final(cursors):
-                self._final_s = peer.mover.clock()
-            may_read = len(in_flight) < MAX_IN_FLIGHT and (self._final_s is not None or self.may_read())
+            if self._life.final_s is None and self._is_final(cursors):
+                self._life.final_s = peer.mover.clock()
+            may_read = len(in_flight) < MAX_IN_FLIGHT and (self._life.final_s is not None or self.may_read())
             wanted = self._next_round(cursors) if may_read else []
             if wanted:
                 busy_since_s = peer.mover.clock() if busy_since_s is None else busy_since_s
@@ -258,7 +271,7 @@ class EarlyJob(Job):
 
     def _next_round(self, cursors: _Cursors) -> list[tuple[int, int, int]]:
         """(part, first token, token behind the last) of what can be read next, of some megabytes."""
-        readable = cursors.readable(self._progress, self._life)
+        readable = cursors.readable(self._life)
         found, left_bytes = list[tuple[int, int, int]](), float(ROUND_BYTES)
         for number in np.flatnonzero(readable > cursors.read).tolist():
             part, start = cursors.parts[number], int(cursors.read[number])
@@ -272,7 +285,7 @@ class EarlyJob(Job):
 
     def _is_final(self, cursors: _Cursors) -> bool:
         """Whether the prefill has computed all that is loaded, as far as this rank knows."""
-        is_told = len(cursors.parts) > 0 and bool((cursors.final(self._progress) >= cursors.end).all())
+        is_told = len(cursors.parts) > 0 and bool((cursors.final(self._life.progress) >= cursors.end).all())
         return is_told or self._life.is_complete
 
     def _is_done(self, cursors: _Cursors) -> bool:
@@ -292,8 +305,7 @@ class EarlyJob(Job):
             for route in peer.parts.routes(parts):
                 plan = self._plan(peer, route, self._clipped(interval))
                 direct += plan.direct
-                moved = Moved.by(plan)
-                self._moved += moved if self._final_s is not None else replace(moved, num_early_bytes=moved.num_bytes)
+                self._life.count(plan)
                 yield from run_batches(peer.mover, plan.batches, self._note_posted, lambda: None)
         posted: list[Transfer] = []
         for copies in gathered(direct):
@@ -323,7 +335,7 @@ class EarlyJob(Job):
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
         clock, note = peer.mover.clock, self.observer.noted
         self.state = "transferring"
-        started_s = self._final_s = clock() if self._final_s is None else self._final_s
+        started_s = self._life.final_s = clock() if self._life.final_s is None else self._life.final_s
         whole = replace(self.load.transfer, src_tables=self._life.tables)
         check_request(peer.route, whole)
         self.load = replace(self.load, transfer=whole)
@@ -334,11 +346,11 @@ class EarlyJob(Job):
         proof = yield from self._find_proof(peer)
         error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
         if isinstance(error, StaleLease) and not self._life.is_complete:
-            self._is_over = True
+            self._life.is_over = True
             return None
         if error is not None:
             raise error
-        moved = replace(self._moved + rest, total_s=clock() - started_s)
+        moved = replace(self._life.moved + rest, total_s=clock() - started_s)
         early = f"{moved.num_bytes} bytes, {moved.num_early_bytes} of them early"
         note("read", f"{early}; the lease held on every rank that was read")
         return moved
@@ -357,5 +369,4 @@ class EarlyJob(Job):
         self._life, self._next_life = self._next_life, None
         former, self.load = self.load, replace(self.load, lease=self._life.lease)
         self.on_new_lease(former, self.load)
-        self._progress, self._is_over, self._final_s, self._moved = {}, False, None, Moved()
         cursors.forget()

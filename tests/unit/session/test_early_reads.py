@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from tests.unit.session.world import KEY, OPTIONS, SLOT, WORD, World, collect, m
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import PageTable
+from kvreshard.plan.copies import CopyList
+from kvreshard.plan.reads import ReadPlan
+from kvreshard.plan.stage import Batch
 from kvreshard.session.commands import EndpointOptions, Load, Revoke
-from kvreshard.session.early_job import _Cursors
+from kvreshard.session.early_job import _Cursors, _Life
 from kvreshard.session.handshake_messages import Known
-from kvreshard.session.lease import LeaseTable
+from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.progress import Computed, Progress, ProgressBoard
+from kvreshard.session.pull import Moved
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import SealError
 from kvreshard.session.statement import Answer, PageList, Statement, read_reply
@@ -411,3 +417,15 @@ def test_a_board_writes_what_a_device_has_done_and_no_word_of_a_lease_that_has_g
 def test_more_tokens_than_a_word_has_room_for_are_refused() -> None:
     with pytest.raises(KvReshardError, match="must ascend, and not be above"):
         Progress(0, 2**28, 0).pack()
+
+
+def test_what_is_read_early_in_batches_counts_with_its_gaps() -> None:
+    """As it counts of any other load: a batch reads more bytes than come out of it."""
+    life = _Life(Lease("r", 0, 1), {}, is_complete=False)
+    reads = CopyList.of([0, 100], [0, 60], [60, 60], src_rank=0, dst_rank=0)
+    moves: tuple[Any, ...] = (SimpleNamespace(num_bytes=80),)
+    plan = ReadPlan((reads,), (Batch(reads, moves, 120),))
+    life.count(plan)
+    life.final_s = 1.0
+    life.count(plan)
+    assert life.moved == Moved(400, 480, 8, 160, num_early_bytes=200)
