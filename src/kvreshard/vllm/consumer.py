@@ -24,13 +24,13 @@ still write them (0.32.0 and 0.33.0, `Scheduler.defer_block_free`). With it, loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake_messages import Address
-from kvreshard.vllm.fallbacks import REASONS, FallbackLog
+from kvreshard.vllm.fallbacks import REASONS, Count, FallbackLog
 from kvreshard.vllm.following import Following
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-Count = Callable[[str, str, int], None]
-"""Adds an amount to a counter of `metrics`, under a label."""
 
 
 class Consumer:
@@ -70,7 +67,7 @@ class Consumer:
         is_shadow: bool = False,
         following: Following | None = None,
     ) -> None:
-        self._config, self._count = config, count
+        self._config = config
         self.following = following or Following(me[0], None, wait_s=0.0)
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
@@ -78,7 +75,7 @@ class Consumer:
         self.missing_items = MissingItems(config.positions, config.placeholders)
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
-        self.log = FallbackLog()
+        self.log = FallbackLog(count)
         self.waiting = WaitingRequests(config.groups, self.following)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
@@ -125,7 +122,6 @@ class Consumer:
         """A request of whose prefill nothing is known is computed here. `is_known`: this engine has all of its items."""
         remote = None if address is None else RemoteEngine("", "", address)
         reason = REASONS[cause].format(remote=remote, text=text)
-        self._count("fallbacks", cause, 1)
         if not is_known:
             self.missing_items.arrive_unknown(request, reason)
         self.log.computed(request.request_id, cause, reason)
@@ -197,9 +193,9 @@ class Consumer:
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond the `num_computed` that this engine has; None before the handshake."""
+        waiting = self.waiting.get(request.request_id)
         if request.request_id in self.following:
             return None
-        waiting = self.waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return 0
         waiting.num_computed = num_computed
@@ -319,7 +315,6 @@ class Consumer:
 
     def _fall_back(self, waiting: Waiting, cause: str, text: str = "") -> None:
         """Count and log that the request is computed here."""
-        self._count("fallbacks", cause, 1)
         self._note_partial(waiting, cause, 0, is_logged=False)
         if waiting.key is None:
             self._compare_items(waiting)
@@ -340,17 +335,9 @@ class Consumer:
     def _note_partial(
         self, waiting: Waiting, cause: str, num_loaded: int, why: str = "", *, is_logged: bool = True
     ) -> None:
-        """Count, and log unless another line says so, a request of which fewer tokens are loaded, or here already, than were prefilled.
-
-        Not counted: tokens in this engine's prefix cache, and those at the end of each prompt that it computes in any case.
-        """
-        num_loaded, num_prefilled = max(0, num_loaded), waiting.prefill.num_tokens
-        if num_loaded >= num_prefilled:
-            return
-        self._count("partial_loads", cause, 1)
-        self._count("tokens_not_loaded", cause, num_prefilled - num_loaded)
-        if is_logged and not self._is_shadow:
-            self.log.partial(waiting.request.request_id, cause, (num_loaded, num_prefilled), why)
+        is_logged = is_logged and not self._is_shadow
+        num_tokens = num_loaded, waiting.prefill.num_tokens
+        self.log.partial(waiting.request.request_id, cause, num_tokens, why, is_logged=is_logged)
 
     def _note_unused(self, waiting: Waiting, num_external: int) -> None:
         """vLLM loads nothing where logprobs of the prompt are requested, and whole blocks only of a window that it replays.
@@ -385,10 +372,8 @@ class Consumer:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is not all of them."""
         found = self._loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
         if found.fallback:
-            self._count("fallbacks", found.fallback, 1)
-        if found.reason:
-            cause, remote = found.fallback or "prompt", waiting.prefill.remote
-            self.log.computed(waiting.request.request_id, cause, found.reason, remote)
+            remote = waiting.prefill.remote
+            self.log.computed(waiting.request.request_id, found.fallback, found.reason, remote)
         if found.partial:
             self._note_partial(waiting, found.partial, found.num_tokens, found.why, is_logged=not found.reason)
         return found.num_tokens

@@ -1,9 +1,9 @@
-"""Causes for which a request is computed here although another engine has a part of it, as they are counted, and the log's lines of them."""
+"""Causes for which a request is computed here although another engine has a part of it: they are counted, and the log has lines of them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.session.commands import RemoteEngine
@@ -43,15 +43,23 @@ REASONS: Mapping[str, str] = {
 EXPECTED = ("itself", "spent", "ended")
 
 
-class FallbackLog:
-    """What requests that are computed here, in part or whole, leave in the log of one engine."""
+Count = Callable[[str, str, int], None]
+"""Adds an amount to a counter of `metrics`, under a label."""
 
-    def __init__(self) -> None:
+
+class FallbackLog:
+    """What requests that are computed here, in part or whole, leave in the counters and the log of one engine."""
+
+    def __init__(self, count: Count) -> None:
+        self._count = count
         self._logged_causes: set[str] = set()
         self._repeats = Repeats(logger)
 
     def computed(self, request_id: str, cause: str, why: str, remote: RemoteEngine | None = None) -> None:
-        """A request is computed here. `remote`: its source, where that is known."""
+        """A request is computed here. `remote`: its source, where that is known. Without a `why` it is counted, and another line says so."""
+        self._count("fallbacks", cause, 1)
+        if not why:
+            return
         self._repeats.log(
             logging.INFO if cause in EXPECTED else logging.WARNING,
             ("computed_here", cause, remote),
@@ -60,18 +68,28 @@ class FallbackLog:
             extra=fields("computed_here", request_id=request_id, cause=cause, **(remote.log_fields if remote else {})),
         )
 
-    def partial(self, request_id: str, cause: str, num_tokens: tuple[int, int], why: str) -> None:
-        """Of a request fewer tokens are loaded than were prefilled: both numbers. The first request of each cause is a warning.
+    def partial(
+        self, request_id: str, cause: str, num_tokens: tuple[int, int], why: str = "", *, is_logged: bool = True
+    ) -> None:
+        """Of a request so many tokens are loaded, or here already, and so many were prefilled. The first request of each cause is a warning.
 
-        A request may have two causes: its prompt differs, and what is left fails to load.
+        A request may have two causes: its prompt differs, and what is left fails to load. Not counted: tokens in this engine's prefix cache, and
+        those at the end of each prompt that it computes in any case. Not `is_logged`: another line says so.
         """
+        num_loaded, num_prefilled = max(0, num_tokens[0]), num_tokens[1]
+        if num_loaded >= num_prefilled:
+            return
+        self._count("partial_loads", cause, 1)
+        self._count("tokens_not_loaded", cause, num_prefilled - num_loaded)
+        if not is_logged:
+            return
         is_first = cause not in self._logged_causes
         self._logged_causes.add(cause)
         self._repeats.log(
             logging.WARNING if is_first else logging.INFO,
             ("partial_load", cause, is_first),
             "request %s: %d of the %d tokens that were prefilled are loaded (%s)%s%s",
-            *(request_id, *num_tokens, cause, f": {why}" if why else ""),
+            *(request_id, num_loaded, num_prefilled, cause, f": {why}" if why else ""),
             "; further requests of this cause are logged at INFO" if is_first else "",
             extra=fields("partial_load", request_id=request_id, cause=cause),
         )

@@ -299,14 +299,14 @@ class Engine:
             return give_up(request_id, cause, text)
 
         consumer.give_up = given_up
-        count = consumer._count
+        count = consumer.log._count
 
         def counted(counter: str, label: str, amount: int) -> None:
             if counter == "fallbacks":
                 self.fallbacks[label] += amount
             count(counter, label, amount)
 
-        consumer._count = counted
+        consumer.log._count = counted
         note_partial = consumer._note_partial
 
         def partial(waiting: Any, cause: str, *numbers: Any, **more: Any) -> None:
