@@ -11,14 +11,14 @@ pytest.importorskip("vllm")
 
 from tests.unit.session.prefills import LocalFollower
 from tests.unit.session.world import Clock
-from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, producer, request, window
+from tests.vllm.schedulers import KEY, LIFE, TOKENS, Decode, blocks, full, groups, producer, request, window
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.request import RequestStatus
 
-from kvreshard.session.commands import Acquire, Cancel, Load, Renew, Results, Revoke
+from kvreshard.session.commands import Acquire, Cancel, Load, Release, Renew, Results, Revoke
 from kvreshard.session.progress import Computed
 from kvreshard.session.pull import Moved
 from kvreshard.session.rendezvous import Rendezvous
@@ -462,3 +462,42 @@ def test_a_rank_tells_how_long_it_has_read() -> None:
     assert told.reading_s == {"early": 1.75, "later": 0.5}
     slower = ReshardWorkerMetadata(reading_s={"later": 0.75, "other": 1.0})
     assert told.aggregate(slower).reading_s == {"early": 1.75, "later": 0.75, "other": 1.0}
+
+
+def go_on_without_a_load(both: Both, asked: Any) -> None:
+    """vLLM gives it blocks and loads nothing, as of every request whose prefix hits it must not read."""
+    assert list(both.decode.side.allocate(asked, blocks([11, 12, 13, 14, 15]), 0)) == []
+    asked.kv_transfer_params["do_remote_prefill"] = False  # as `SchedulerSide.allocate` does
+
+
+def test_a_request_that_is_computed_before_its_prefill_is_known_gives_it_back() -> None:
+    """With log-probabilities of the prompt vLLM does not wait for an answer. Its source would hold the blocks until the last token here."""
+    both = Both(full(64))
+    asked, source = both.arrive(), both.prefill()
+    assert both.decode.side.count_loadable(asked, 0) is None
+    go_on_without_a_load(both, asked)
+    both.step(source, 100, [1, 2])
+    assert [type(command) for command in both.hear()] == [Release]
+    assert not len(both.decode.side.waiting)
+    assert (both.decode.fallbacks, both.decode.side.following.num_open) == ([], 0)
+
+
+def test_a_request_that_is_computed_already_is_not_lost_with_its_prefill() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    go_on_without_a_load(both, asked)
+    both.clock.now_s += 31.0
+    assert (both.hear(), both.decode.fallbacks) == ([], [])
+
+
+def test_a_prefill_of_this_very_engine_is_counted_once_and_given_back_when_it_has_ended() -> None:
+    both = Both(full(64), me=("p", LIFE), own_key=KEY)
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    assert [type(command) for command in both.hear()] == [Release]
+    assert both.decode.side.count_loadable(asked, 0) == 0
+    go_on_without_a_load(both, asked)
+    source.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    both.source.finish(source, [[1, 2, 3, 4, 5]])
+    assert [type(command) for command in both.hear()] == [Release]
+    assert both.decode.fallbacks == ["itself"]

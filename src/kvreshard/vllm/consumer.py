@@ -35,7 +35,7 @@ from kvreshard.vllm.following import Following
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
-from kvreshard.vllm.params import ParamsError, RemotePrefill, read_address, read_params, transfer_of
+from kvreshard.vllm.params import ParamsError, RemotePrefill, names_source, read_address, read_params, transfer_of
 from kvreshard.vllm.requests import EngineConfig
 from kvreshard.vllm.sources import KnownSources, Source, SourceHosts
 from kvreshard.vllm.waiting import Waiting, WaitingRequests
@@ -97,7 +97,11 @@ class Consumer:
             waiting = self.waiting.get(request.request_id)
             if waiting is not None and waiting.is_loading:
                 continue
-            if isinstance(found, RemotePrefill):
+            if not names_source(request.kv_transfer_params or {}):  # vLLM has begun to compute it
+                self.following.end(request.request_id)
+                if isinstance(found, RemotePrefill):
+                    yield Release(found.remote, found.lease)
+            elif isinstance(found, RemotePrefill):
                 yield from self._arrive(request, found, is_answer=False)
             elif waiting is not None:
                 yield from self.give_up(request.request_id, found.cause, found.text)
@@ -194,6 +198,9 @@ class Consumer:
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond the `num_computed` that this engine has; None before the handshake."""
         waiting = self.waiting.get(request.request_id)
+        if request.get_skip_reading_prefix_cache() and self._is_unknown(request.request_id, waiting):
+            self.missing_items.arrive_unknown(request, "it must not read its prefix cache, and vLLM computes all of it")
+            return 0  # nor does vLLM wait
         if request.request_id in self.following:
             return None
         if waiting is None or waiting.is_loading:
@@ -217,6 +224,12 @@ class Consumer:
             return None
         is_worthless = waiting.is_answer and num_missing < (self._min_answer_tokens or 0)
         return 0 if is_worthless else num_missing
+
+    def _is_unknown(self, request_id: str, waiting: Waiting | None) -> bool:
+        """Whether the items of its prefill cannot be compared yet. Of an answer this engine has all of them."""
+        if waiting is None:
+            return request_id in self.following
+        return waiting.key is None and not (waiting.is_answer or self._is_shadow)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Command]:
         """Blocks are there: load `num_external` tokens, or release the source."""

@@ -145,6 +145,8 @@ def refuse(request: Request, reason: str) -> None:
     A connector of vLLM 0.32 can only report how many tokens it has; vLLM computes the rest. A failed load does not help: with
     `kv_load_failure_policy=recompute` vLLM computes the prompt. Whatever the policy, vLLM ends a request whose grammar could not be
     compiled (0.32.0, `Scheduler.grammar_compile_error_reqs`). So this hands the scheduler such a request.
+
+    vLLM begins with one that must not read its prefix cache whatever a connector says of its tokens, unless that is taken back.
     """
     logger.error(
         "request %s is refused: %s",
@@ -155,3 +157,4 @@ def refuse(request: Request, reason: str) -> None:
         StructuredOutputsParams(json_object=True), RequestRefused(reason)
     )
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request.skip_reading_prefix_cache = False
