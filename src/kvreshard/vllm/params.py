@@ -156,13 +156,11 @@ class RemotePrefill:
         """The seal that was read."""
         return Seal(self._details(), self.code)
 
-    def make_seal(self, key: bytes) -> Seal:
-        """The seal under a source's key. Raises BindError."""
-        return self.make_seal_of(self.tables(), key)
-
-    def make_seal_of(self, tables: Mapping[str, PageTable], key: bytes) -> Seal:
-        """The same, where `tables` are there already."""
-        return make_seal(key, self.remote.name, self.lease, tables, self._details())
+    def make_seal(self, key: bytes, tables: Mapping[str, PageTable] | None = None) -> Seal:
+        """The seal under a source's key. `tables`: its own, where they are there already. Raises BindError."""
+        return make_seal(
+            key, self.remote.name, self.lease, self.tables() if tables is None else tables, self._details()
+        )
 
     def is_sealed(self, key: bytes) -> bool:
         """Whether it was sealed with this key. Raises BindError."""
@@ -201,7 +199,7 @@ def write_params(
         prefill.groups,
         dict(prefill.pages),
         prefill.prompt,
-        prefill.make_seal_of(tables, key).code.hex(),
+        prefill.make_seal(key, tables).code.hex(),
         prefill.lease.slot,
     )
     params = {

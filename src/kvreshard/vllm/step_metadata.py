@@ -49,16 +49,7 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.quarantined
-            or self.settled
-            or self.keys
-            or self.unmet
-            or self.failed
-            or self.expired
-            or self.has_advanced
-            or self.reading_s
-        )
+        return self == ReshardWorkerMetadata()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
         """Both ranks' together."""

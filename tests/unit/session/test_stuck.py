@@ -66,7 +66,7 @@ def test_a_source_that_is_stuck_says_so_too(world: World, monkeypatch: pytest.Mo
         monkeypatch.setattr(transport, "stuck", lambda: STUCK)
     world.turn()
     results: list[Results] = [endpoint.collect() for endpoint in world.src.endpoints.values()]
-    assert all(result.stuck == ["start"] for result in results)
+    assert [result.stuck for result in results] == [["start"]] * len(results)
     world.turn()
     assert all(endpoint.collect() == Results() for endpoint in world.src.endpoints.values())
 
