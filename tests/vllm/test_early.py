@@ -189,6 +189,24 @@ def test_a_source_whose_end_is_never_near_is_read_when_it_has_ended(
     assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
 
 
+def test_what_its_prompt_shares_is_counted_once_however_often_a_source_is_heard() -> None:
+    both = Both(full(64))
+    both.decode.side.waiting._pace.note(0.03, 100)
+    both.source.early._seconds_per_token = 1.0
+    asked, source = both.arrive(TOKENS[:96] + [7] * 204), both.prefill()
+    both.step(source, 60, [1])
+    assert [type(command) for command in both.hear()] == [Renew]
+    assert both.decode.side.count_loadable(asked, 0) is None
+    both.step(source, 240, [1, 2, 3, 4, 5])
+    source.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    both.source.finish(source, [[1, 2, 3, 4, 5]])
+    assert both.hear() == []  # the lease is renewed already
+    assert both.decode.side.count_loadable(asked, 0) == 96
+    assert both.decode.not_loaded == [("prompt", 204)]
+    load = both.decode.load(asked, blocks([11, 12, 13, 14, 15]), 96)
+    assert (load.transfer_id, load.transfer.src_tables["g0"].pages.tolist()) == ("", [1, 2, 3, 4, 5])
+
+
 def test_a_prefill_that_becomes_slower_does_not_take_the_blocks_back() -> None:
     both = Both(full(64))
     both.decode.side.waiting._pace.note(0.03, 100)

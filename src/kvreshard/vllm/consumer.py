@@ -100,7 +100,9 @@ class Consumer:
             if not names_source(request.kv_transfer_params or {}):  # vLLM has begun to compute it
                 self.following.end(request.request_id)
                 if isinstance(found, RemotePrefill):
-                    yield Release(found.remote, found.lease)
+                    yield Release(*found.source)
+            elif waiting is not None and isinstance(found, RemotePrefill) and found.is_of(waiting.prefill):
+                waiting.prefill = found  # it has ended: now all its pages are known
             elif isinstance(found, RemotePrefill):
                 yield from self._arrive(request, found, is_answer=False)
             elif waiting is not None:
@@ -143,7 +145,7 @@ class Consumer:
         if cause in ("itself", "role", "answer") or (
             cause is None and self.missing_items.is_hopeless(request.request_id)
         ):
-            yield Release(*waiting.source)
+            yield Release(*waiting.prefill.source)
         elif cause is None:
             self.waiting.add(request.request_id, waiting)
             asks_key = waiting.key is None and not (self._is_shadow or is_answer)
@@ -160,7 +162,7 @@ class Consumer:
             return "answer"
         if not (waiting.is_answer or self._config.may_load):
             return "role"
-        return "spent" if self.known.is_released(waiting.source) else None
+        return "spent" if self.known.is_released(waiting.prefill.source) else None
 
     def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> Iterator[Command]:
         """Results of handshakes, by request: the source's key, or why there is none.
@@ -192,8 +194,8 @@ class Consumer:
         except ParamsError as error:
             logger.debug("no lease is released for a request that was rejected: %s", error)
             return
-        if not self.known.is_released((prefill.remote, prefill.lease)):
-            yield from self._release_source((prefill.remote, prefill.lease))
+        if not self.known.is_released(prefill.source):
+            yield from self._release_source(prefill.source)
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond the `num_computed` that this engine has; None before the handshake."""
@@ -308,7 +310,7 @@ class Consumer:
         waiting = self.waiting.forget(request_id)
         self.following.end(request_id)
         if waiting is not None:
-            yield from self._release_source(waiting.source, waiting.is_unmet)
+            yield from self._release_source(waiting.prefill.source, waiting.is_unmet)
 
     def find_source(self, request_id: str) -> tuple[RemoteEngine | None, bool]:
         """From where a request that has arrived is loaded, and whether it has ended meanwhile."""
@@ -370,7 +372,7 @@ class Consumer:
         self.following.end(request_id)
         self.waiting.forget(request_id)
         yield StopRenewing(request_id)
-        yield from self._release_source(waiting.source, waiting.is_unmet)
+        yield from self._release_source(waiting.prefill.source, waiting.is_unmet)
 
     def _release_source(self, source: Source, is_unmet: bool = False) -> Iterator[Command]:
         """Release the lease when no request here uses it any more. Only the scheduler knows: ranks learn of requests a step later.

@@ -139,6 +139,15 @@ class RemotePrefill:
     statement: Statement | None = field(default=None, compare=False, repr=False)
 
     @property
+    def source(self) -> tuple[RemoteEngine, RemoteLease]:
+        """Engine and lease: what is released."""
+        return self.remote, self.lease
+
+    def is_of(self, other: RemotePrefill) -> bool:
+        """Whether it has the same tokens under the same lease."""
+        return (self.source, self.num_tokens) == (other.source, other.num_tokens)
+
+    @property
     def has_state(self) -> bool:
         return any(group.is_state for group in self.groups)
 

@@ -57,10 +57,6 @@ class Waiting:
         return max(0, (self.num_loadable or 0) - self.num_computed)
 
     @property
-    def source(self) -> Source:
-        return self.prefill.remote, self.prefill.lease
-
-    @property
     def is_unmet(self) -> bool:
         """Whether the handshake failed and nothing was read. Ranks may differ: one whose handshake succeeded may have loaded its part."""
         return self.refusal is not None or (self.key is None and self.unmet is not None)
@@ -142,7 +138,7 @@ class WaitingRequests:
         """A request has arrived."""
         self.forget(request_id)
         self._waiting[request_id] = waiting
-        self._of_source.setdefault(waiting.source, set()).add(request_id)
+        self._of_source.setdefault(waiting.prefill.source, set()).add(request_id)
 
     def begin_load(self, request_id: str, num_blocks: int) -> None:
         """Its load begins, into so many blocks."""
@@ -158,9 +154,9 @@ class WaitingRequests:
         if waiting is not None:
             self._loading.discard(request_id)
             self._num_early_blocks -= waiting.num_blocks
-            self._of_source[waiting.source].discard(request_id)
-            if not self._of_source[waiting.source]:
-                del self._of_source[waiting.source]
+            self._of_source[waiting.prefill.source].discard(request_id)
+            if not self._of_source[waiting.prefill.source]:
+                del self._of_source[waiting.prefill.source]
         return waiting
 
     def has_source(self, source: Source) -> bool:
