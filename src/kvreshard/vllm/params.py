@@ -139,7 +139,7 @@ class RemotePrefill:
     statement: Statement | None = field(default=None, compare=False, repr=False)
 
     @property
-    def source(self) -> tuple[RemoteEngine, RemoteLease]:
+    def source(self) -> tuple[RemoteEngine, Lease]:
         """Engine and lease: what is released."""
         return self.remote, self.lease
 
