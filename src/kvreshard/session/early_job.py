@@ -156,6 +156,7 @@ class EarlyJob(Job):
     """
 
     is_awaited = False
+    overdue = "nothing was read, and its prefill has not gone on, for"
 
     may_read: Callable[[], bool] = lambda: True
     on_new_lease: Callable[[Load, Load], None] = lambda old, new: None
@@ -184,7 +185,7 @@ class EarlyJob(Job):
         A source rank learns of a lease a little later than the listener. One that has had it and has it no more has ended it.
         """
         self._life.see(told)
-        self.since_s = now_s
+        self._note_news(now_s)
 
     def hear(self, answer: Answer | HandshakeError, now_s: float) -> None:
         """What the listener says. A listener that cannot be asked is asked again, until the load's time is over."""
@@ -192,7 +193,10 @@ class EarlyJob(Job):
             return
         if answer.state == "ended":
             self.stop(Failure("prefill", f"its prefill has ended: {answer.text}"), now_s)
-        self.since_s = now_s
+        elif answer.state == "unheard":
+            text = "its source does not know the request any more: was that engine put to sleep, or started again?"
+            self.stop(Failure("prefill", text), now_s)
+        self._note_news(now_s)
         if answer.statement is None:
             return
         try:
@@ -201,6 +205,11 @@ class EarlyJob(Job):
             self.stop(Failure("seal", str(error)), now_s)
         except ValueError as error:
             self.stop(Failure("prefill", str(error)), now_s)
+
+    def _note_news(self, now_s: float) -> None:
+        """Wait for the prefill as long as it is there, but for no read: while one is under way, its end is the only news."""
+        if self.is_settled:
+            self.since_s = now_s
 
     def _take(self, peer: Peer, statement: Statement) -> None:
         """Raises SealError for what was not sealed, ValueError for what is another prefill."""
@@ -249,6 +258,7 @@ class EarlyJob(Job):
                 error = in_flight.popleft().error
                 if error is not None:
                     raise error
+                self.since_s = peer.mover.clock()
             if busy_since_s is not None and not in_flight:
                 until_s = peer.mover.clock() if self._life.final_s is None else self._life.final_s
                 self._life.moved += Moved(early_s=max(0.0, until_s - busy_since_s))
@@ -335,7 +345,8 @@ class EarlyJob(Job):
         """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
         clock, note = peer.mover.clock, self.observer.noted
         self.state = "transferring"
-        started_s = self._life.final_s = clock() if self._life.final_s is None else self._life.final_s
+        self.since_s = clock()
+        started_s = self._life.final_s = self.since_s if self._life.final_s is None else self._life.final_s
         whole = replace(self.load.transfer, src_tables=self._life.tables)
         check_request(peer.route, whole)
         self.load = replace(self.load, transfer=whole)

@@ -362,7 +362,8 @@ class Endpoint:
         if isinstance(job, EarlyJob):
             self._early.end(job)
         me, is_good = self._introduced(), isinstance(outcome, Moved)
-        self._remote_leases.end(me, load, peer, is_good=is_good, is_kept=is_good and not load.gives_back)
+        kept_as = job.first_lease if is_good and not load.gives_back else None
+        self._remote_leases.end(me, load, peer, is_good=is_good, kept_as=kept_as)
         if isinstance(outcome, Failure):
             self._record_failure(job.observer, load, peer, outcome)
             if peer is not None and outcome.kind == "transfer":

@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.handshake_messages import HandshakeError
+from kvreshard.session.lease import Lease
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_words, pull_steps
@@ -42,10 +43,11 @@ class Job:
     """One load. `on_event` is called, on any thread, when the job must be advanced.
 
     `take_scratch`: the address of so many words, None while there are none. `scratch_address`: what it has returned. `since_s`: when it was
-    ordered, or last heard of its prefill. `is_awaited`: its request has waited for it from the first moment on; the others come second.
+    ordered, or its prefill has last gone on. `first_lease`: that of its command, which its release will name. `is_awaited`: its request has waited for it from the first moment on; the others come second.
     """
 
     is_awaited: ClassVar[bool] = True
+    overdue: ClassVar[str] = "not loaded within"
 
     load: Load
     handshake: Future[Peer]
@@ -59,6 +61,7 @@ class Job:
     peer: Peer | None = None
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
+    first_lease: Lease = field(init=False)
     _steps: Steps = field(init=False)
     _waiting: Transfer | float | None = None
     _posted: list[Transfer] = field(default_factory=list)
@@ -66,6 +69,7 @@ class Job:
     _stopped_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.first_lease = self.load.lease
         self._steps = self._load_steps()
 
     @property
@@ -113,7 +117,7 @@ class Job:
         if self.outcome is not None:
             return
         if self._stopped is None and now_s >= self.deadline_s:
-            text = f"not loaded within {self.options.load_timeout_s:g} s; it was {_WAITING_FOR[self.state]}: is the source alive and reachable?"
+            text = f"{self.overdue} {self.options.load_timeout_s:g} s; it was {_WAITING_FOR[self.state]}: is the source alive and reachable?"
             self.stop(Failure("timeout", text), now_s)
         try:
             if self._stopped is not None:

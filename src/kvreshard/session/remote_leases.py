@@ -52,16 +52,16 @@ MAX_REFUSED = 16
 class _Source:
     """What is wanted of one source, by lease.
 
-    `waiting`: requests. `loading`: number of loads. `loaded`: read, and not released. `releases`: leases to release when the source is met. `key_requests`: requests
-    that wait for its key. `renamed`: leases of prefills that have begun again -> the next one of the same prefill. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
+    `waiting`: requests. `loading`: number of loads. `loaded`: leases that were read and are not released, by the lease that their release names:
+    another one if their prefill has begun again. `releases`: leases to release when the source is met. `key_requests`: requests that wait for
+    its key. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
     """
 
     waiting: dict[Lease, set[str]] = field(default_factory=dict)
-    loaded: dict[Lease, None] = field(default_factory=dict)
+    loaded: dict[Lease, set[Lease]] = field(default_factory=dict)
     loading: Counter[Lease] = field(default_factory=Counter)
     releases: dict[Lease, None] = field(default_factory=dict)
     key_requests: set[str] = field(default_factory=set)
-    renamed: dict[Lease, Lease] = field(default_factory=dict)
     handshake: Future[Peer] | None = None
     has_answer: bool = False
 
@@ -126,12 +126,8 @@ class RemoteLeases:
         self._source(load.remote).loading[load.lease] += 1
 
     def change(self, old: Load, new: Load) -> None:
-        """A load that has begun goes on under another lease, since its prefill has begun again. It must end under that one.
-
-        Whoever releases the former lease means the latter.
-        """
+        """A load that has begun goes on under another lease, since its prefill has begun again. It must end under that one."""
         source = self._source(old.remote)
-        source.renamed[old.lease] = new.lease
         source.loading[old.lease] -= 1
         if not source.loading[old.lease]:
             del source.loading[old.lease]
@@ -139,17 +135,17 @@ class RemoteLeases:
         if new.request in self._waiting:
             self.start_renewing(Renew(new.request, new.remote, new.lease), None)
 
-    def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
-        """A load has ended. `is_kept`: a release releases its source later. `peer` is None if it was not met."""
+    def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, kept_as: Lease | None) -> None:
+        """A load has ended. `kept_as`: the lease that a later release of its source names. `peer` is None if it was not met."""
         source = self._source(load.remote)
         source.loading[load.lease] -= 1
         if not source.loading[load.lease]:
             del source.loading[load.lease]
-        if is_kept:
-            source.loaded[load.lease] = None
+        if kept_as is not None:
+            source.loaded.setdefault(kept_as, set()).add(load.lease)
             self._expect_renewal(load.remote)
         self.stop_renewing(load.request)
-        if is_kept:
+        if kept_as is not None:
             return
         if peer is None:  # stopped before its source was met: report when it is
             self._release(load.remote, load.lease)
@@ -159,13 +155,9 @@ class RemoteLeases:
 
     def release(self, release: Release) -> None:
         """No request that has been loaded wants the lease any more."""
-        source, lease = self._source(release.remote), release.lease
-        while True:
-            source.loaded.pop(lease, None)
+        source = self._source(release.remote)
+        for lease in source.loaded.pop(release.lease, {release.lease}):
             self._release(release.remote, lease)
-            if lease not in source.renamed:
-                return
-            lease = source.renamed.pop(lease)
 
     def update(self, me: LocalRank | None, now_s: float) -> None:
         """Act on handshakes that have ended and on sources whose wants have changed; without `me`, later."""
@@ -226,7 +218,9 @@ class RemoteLeases:
             return
         self._set_renewal(remote, now_s + max(MIN_INTERVAL_S, peer.engine_metadata.lease_s / RENEWALS_PER_LEASE))
         self._renewed.add(remote)
-        leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.loaded))
+        leases = dict.fromkeys(
+            (lease.request, lease.word) for lease in (*source.waiting, *itertools.chain(*source.loaded.values()))
+        )
         for note in heartbeats(me.engine_metadata.engine, leases):
             payload = write_note(note)
             for rank in peer.notified_ranks:

@@ -19,7 +19,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.plan.reads import ReadPlan
 from kvreshard.plan.stage import Batch
 from kvreshard.session.commands import EndpointOptions, Load, Revoke
-from kvreshard.session.early_job import _Cursors, _Life
+from kvreshard.session.early_job import EarlyJob, _Cursors, _Life
 from kvreshard.session.handshake_messages import Known
 from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.progress import Computed, Progress, ProgressBoard
@@ -429,3 +429,37 @@ def test_what_is_read_early_in_batches_counts_with_its_gaps() -> None:
     life.final_s = 1.0
     life.count(plan)
     assert life.moved == Moved(400, 480, 8, 160, num_early_bytes=200)
+
+
+@pytest.mark.parametrize("is_settled", [True, False], ids=["waits", "reads"])
+def test_a_listener_that_answers_keeps_a_load_that_waits_and_none_whose_read_never_settles(is_settled: bool) -> None:
+    """A prefill may wait in its engine's queue for long; a read that is under way must end like any other."""
+    followed = Followed()
+    followed.order()
+    if not is_settled:
+        words = 16  # of a rank: lease and progress, which can still be read
+        transport = followed.world.dst.transports[0]
+        transport._faults = lambda number, transfer: Fault(drop=transfer.num_bytes > words)
+        followed.compute()
+    followed.go(3)
+    (job,) = followed.world.dst.endpoints[0]._jobs
+    assert isinstance(job, EarlyJob)
+    assert job.is_settled == is_settled
+    for _ in range(60):  # 300 s; the limits are 100 s for a load and 10 s to settle
+        job.hear(Answer("heard"), followed.world.clock.now_s)
+        followed.world.dst.turn(1)
+        followed.world.clock.now_s += 5.0
+    received, failed, _ = collect(followed.world.dst)
+    assert received == set()
+    assert {name: (failure.kind, failure.is_quarantined) for name, failure in failed.items()} == (
+        {} if is_settled else {"d": ("timeout", True)}
+    )
+
+
+def test_a_source_that_has_forgotten_the_prefill_ends_the_load(followed: Followed) -> None:
+    followed.order()
+    (job,) = followed.world.dst.endpoints[0]._jobs
+    assert isinstance(job, EarlyJob)
+    job.hear(Answer("unheard"), followed.world.clock.now_s)
+    followed.go(3)
+    assert followed.end() == (set(), {"d": "prefill"})

@@ -70,7 +70,7 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
 def end(remote_leases: RemoteLeases, me: LocalRank) -> None:
     load = Load("new", REMOTE, LEASE, NOTHING, seal(NOTHING), gives_back=True)
     remote_leases.begin(load)
-    remote_leases.end(me, load, None, is_good=True, is_kept=False)
+    remote_leases.end(me, load, None, is_good=True, kept_as=None)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
             remote_leases.start_renewing(Renew(f"w{number}", REMOTE, of(number)), me)
             kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, seal(NOTHING), gives_back=False)
             remote_leases.begin(kept)
-            remote_leases.end(me, kept, peer, is_good=True, is_kept=True)
+            remote_leases.end(me, kept, peer, is_good=True, kept_as=kept.lease)
         remote_leases.update(me, 100.0)
         return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.update(me, 100.0)))
 

@@ -46,7 +46,7 @@ class Rank:
         return load
 
     def end(self, load: Load, peer: Peer | None, *, is_good: bool = True, is_kept: bool = False) -> None:
-        self.remote_leases.end(self.me, load, peer, is_good=is_good, is_kept=is_kept)
+        self.remote_leases.end(self.me, load, peer, is_good=is_good, kept_as=load.lease if is_kept else None)
 
     @property
     def is_releasing(self) -> bool:
@@ -219,3 +219,21 @@ def test_a_source_that_is_met_is_given_back_whatever_it_was_waited_for(rank: Ran
     rank.remote_leases.release(Release(REMOTE, OTHER))
     rank.remote_leases.update(rank.me, 101.0 + RELEASE_PATIENCE_S)
     assert rank.reports() == [("r", True), ("s", True)]
+
+
+def test_two_choices_of_a_prefill_that_lost_its_pages_twice_are_released(rank: Rank) -> None:
+    """Each release names the lease under which its load began; both have ended under the last one, which is released once."""
+    first, second, last = (Lease("r", 1, word) for word in (1, 2, 3))
+    peer = rank.meet()
+    a = rank.load("a", first)
+    rank.remote_leases.change(a, replace(a, lease=second))
+    b = rank.load("b", second)
+    for load in (a, b):
+        rank.remote_leases.change(replace(load, lease=second), replace(load, lease=last))
+    for load in (a, b):
+        rank.remote_leases.end(rank.me, replace(load, lease=last), peer, is_good=True, kept_as=load.lease)
+        assert rank.reports() == []
+        rank.remote_leases.release(Release(REMOTE, load.lease))
+        rank.remote_leases.update(rank.me, 100.0)
+    assert rank.reports() == [("r", True)]
+    assert rank.remote_leases._sources == {}
