@@ -6,6 +6,7 @@ the sequence. `encoding` tags the meaning of the bytes (dtype, quantisation, sca
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -43,10 +44,31 @@ class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
         elif self.tokens_per_index != 1 or self.keep_partial:
             raise LayoutError(f"axis '{plain(self.name)}': only the sequence axis counts tokens")
 
+    def __str__(self) -> str:
+        """`head of 8`, `token`, or `token (4 to an index, partial ones too)`."""
+        if self.extent is not None:
+            return f"{self.name} of {self.extent}"
+        counted = [f"{self.tokens_per_index} to an index"] if self.tokens_per_index != 1 else []
+        kept = ["partial ones too"] if self.keep_partial else []
+        return f"{self.name} ({', '.join(counted + kept)})" if counted or kept else self.name
+
     def indices_of(self, start_token: int, stop_token: int) -> tuple[int, int]:
         """The half-open range of indices that tokens `[start_token, stop_token)` bring."""
         stop = stop_token + self.tokens_per_index - 1 if self.keep_partial else stop_token
         return start_token // self.tokens_per_index, stop // self.tokens_per_index
+
+    def index_ranges(self, intervals: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The ranges of indices that token intervals bring, no index twice: two intervals may touch one index.
+
+        >>> list(Axis("token", None, tokens_per_index=4, keep_partial=True).index_ranges([(0, 6), (6, 12)]))
+        [(0, 2), (2, 3)]
+        """
+        end = 0
+        for start_token, stop_token in intervals:
+            start, stop = self.indices_of(start_token, stop_token)
+            if stop > max(start, end):
+                yield max(start, end), stop
+                end = stop
 
 
 class Field(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -66,12 +66,12 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         for difference in differences(src.engine, src.field_by_name[names[0]], dst.engine, field):
             yield from (f"field '{name}'{difference}" for name in names)
         transfers = [route.transfers[number] for number in numbers]
-        fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
+        fitting = [transfer for transfer in transfers if _axes_of(transfer) == field.axes]
         yield from _cover_faults(field, rank.geometries[geometry], fitting, rank)
 
 
-def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, int | None]]:
-    return [(axis.name, axis.extent) for axis in axes]
+def _axes_of(transfer: RankTransfer) -> tuple[Axis, ...]:
+    return tuple(along.axis for along in transfer.axes)
 
 
 def _transfer_faults(transfer: RankTransfer, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
@@ -126,10 +126,12 @@ def _geometry_faults(
             yield f"{who}, axis '{expected.axis}': the transfer maps {mapped}, its layout says {expected}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
-    if _shape_of(transfer.axes) != _shape_of(field.axes):
-        yield f"{who}: axes {_shape_of(transfer.axes)}, its layout has {_shape_of(field.axes)}"
-    if field.sequence is not None:
-        yield from _sequence_faults(transfer, field.sequence, who, source)
+    if _axes_of(transfer) != field.axes:
+        said, held = (", ".join(map(str, axes)) for axes in (_axes_of(transfer), field.axes))
+        yield f"{who}: axes {said}; its layout has {held}"
+    for along in transfer.axes:
+        if along.extent is None:
+            yield from _span_faults(transfer, along, who, source)
     stride = transfer.src_page_stride_bytes if source else transfer.dst_page_stride_bytes
     if stride != geometry.page_stride_bytes:
         yield f"{who}: pages every {stride} bytes, its layout says {geometry.page_stride_bytes}"
@@ -140,26 +142,17 @@ def _geometry_faults(
     return (group.num_pages - 1) * stride + inside + transfer.element_bytes
 
 
-def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: bool) -> Iterator[str]:
-    """How the transfer counts tokens, and the spans in which bind cuts them."""
-    if (transfer.tokens_per_index, transfer.keep_partial) != (sequence.tokens_per_index, sequence.keep_partial):
+def _span_faults(transfer: RankTransfer, along: TransferAxis, who: str, source: bool) -> Iterator[str]:
+    """The spans in which bind cuts the sequence."""
+    mapped, span = (along.src, transfer.src_span) if source else (along.dst, transfer.dst_span)
+    held = span.pages * mapped.indices_per_page
+    whole = span.indices * mapped.owned.run == held * mapped.owned.period and not held % mapped.owned.run
+    if not whole or (source and span.indices % along.chosen.period) or span.ring_pages != mapped.ring_pages:
         yield (
-            f"{who}, axis '{sequence.name}': {transfer.tokens_per_index} tokens per index (partial ones "
-            f"{'kept' if transfer.keep_partial else 'left'}), its layout says {sequence.tokens_per_index} "
-            f"({'kept' if sequence.keep_partial else 'left'})"
+            f"{who}, axis '{along.name}': a span of {span.indices} indices in {span.pages} pages (ring of "
+            f"{span.ring_pages}) is not whole pages and periods of {mapped.owned} in pages of {mapped.indices_per_page} "
+            f"(ring of {mapped.ring_pages})"
         )
-    for axis in transfer.axes:
-        if axis.name != sequence.name:
-            continue
-        mapped, span = (axis.src, transfer.src_span) if source else (axis.dst, transfer.dst_span)
-        held = span.pages * mapped.indices_per_page
-        whole = span.indices * mapped.owned.run == held * mapped.owned.period and not held % mapped.owned.run
-        if not whole or (source and span.indices % axis.chosen.period) or span.ring_pages != mapped.ring_pages:
-            yield (
-                f"{who}, axis '{sequence.name}': a span of {span.indices} indices in {span.pages} pages (ring of "
-                f"{span.ring_pages}) is not whole pages and periods of {mapped.owned} in pages of {mapped.indices_per_page} "
-                f"(ring of {mapped.ring_pages})"
-            )
 
 
 def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTransfer], rank: Rank) -> Iterator[str]:

@@ -95,12 +95,11 @@ def _transfer(
 ) -> RankTransfer:
     src_geometry, dst_geometry = field_set.src[src_rank.rank], field_set.dst[dst_rank.rank]
     axes = tuple(
-        TransferAxis(axis.name, axis.extent, src_map, dst_map, chosen)
+        TransferAxis(axis, src_map, dst_map, chosen)
         for axis, src_map, dst_map, chosen in zip(
             field_set.shape.axes, src_geometry.axes, dst_geometry.axes, box, strict=True
         )
     )
-    sequence = field_set.shape.sequence
     along = next((axis for axis in axes if axis.extent is None), None)
     state = Span(1, 1, 1, None)
     return RankTransfer(
@@ -114,8 +113,6 @@ def _transfer(
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
         axes=axes,
-        tokens_per_index=sequence.tokens_per_index if sequence else 1,
-        keep_partial=sequence.keep_partial if sequence else False,
         src_span=_span(field_set, src, along.src, along.chosen) if along else state,
         dst_span=_span(field_set, dst, along.dst, Interval(0, None)) if along else state,
         pattern_cache=pattern_cache,

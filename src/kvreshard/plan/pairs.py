@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
+from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
@@ -79,18 +80,17 @@ SharedPages = WeakValueDictionary[object, Page]
 
 @dataclass(frozen=True, eq=False)
 class GroupPair:
-    """Transfers between two groups that cut the sequence alike."""
+    """Transfers between two groups that cut the sequence alike. `sequence`: its axis, None for a state."""
 
     src: Side
     dst: Side
-    tokens_per_index: int
-    keep_partial: bool
+    sequence: Axis | None
     transfers: tuple[RankTransfer, ...]
     shared_pages: SharedPages = field(default_factory=WeakValueDictionary)
 
     @property
     def is_state(self) -> bool:
-        return self.dst.owned is None
+        return self.sequence is None
 
     @cached_property
     def by_way(self) -> tuple[tuple[Way | None, tuple[RankTransfer, ...]], ...]:
@@ -103,18 +103,11 @@ class GroupPair:
             )
         return tuple((way, tuple(transfers)) for way, transfers in found.items())
 
-    def indices(self, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
-        """Ranges of indices, without repeats: two intervals may touch one compressed index. A state is index 0."""
-        if self.is_state:
-            yield from [(0, 1)] if list(intervals) else []
-            return
-        end, size = 0, self.tokens_per_index
-        partial = size - 1 if self.keep_partial else 0
-        for start_token, stop_token in intervals:
-            start, stop = max(end, start_token // size), (stop_token + partial) // size
-            if stop > start:
-                yield start, stop
-                end = stop
+    def indices(self, intervals: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
+        """The ranges of indices that token intervals bring. A state is index 0."""
+        if self.sequence is not None:
+            return self.sequence.index_ranges(intervals)
+        return iter([(0, 1)] if intervals else [])
 
     def page_ranges(self, request: Request) -> list[PageRange]:
         """What a checked request moves of the pair."""
@@ -226,14 +219,12 @@ def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:
 
 def make_pairs(transfers: Iterable[RankTransfer]) -> tuple[GroupPair, ...]:
     """Every transfer in one pair, in the order of the first of each."""
-    together: dict[object, list[RankTransfer]] = {}
+    together: dict[tuple[Side, Side, Axis | None], list[RankTransfer]] = {}
     for transfer in transfers:
-        together.setdefault((*_sides(transfer), transfer.tokens_per_index, transfer.keep_partial), []).append(transfer)
+        along = transfer.along
+        together.setdefault((*_sides(transfer), along.axis if along else None), []).append(transfer)
     known: SharedPages = WeakValueDictionary()
-    return tuple(
-        GroupPair(*_sides(found[0]), found[0].tokens_per_index, found[0].keep_partial, tuple(found), known)
-        for found in together.values()
-    )
+    return tuple(GroupPair(*key, tuple(found), known) for key, found in together.items())
 
 
 def _sides(transfer: RankTransfer) -> tuple[Side, Side]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.expect import expect
+from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
@@ -77,12 +78,12 @@ def check_request(route: Route, request: Request) -> None:
         if pair.is_state:
             _check_state(pair, *tables)
         for side, table, found in zip((pair.src, pair.dst), tables, used, strict=True):
-            if side.owned is None:
+            if side.owned is None or pair.sequence is None:
                 found.append(UsedPages(side.group, table.pages, 0, 1))
                 continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
-                found.append(_pages(pair, side, side.owned, table, interval))
+                found.append(_pages(pair.sequence, side, side.owned, table, interval))
     _check_ids("source", used[0])
     _check_ids("destination", used[1])
     _check_used_once(route, used[1], request)
@@ -127,22 +128,19 @@ def _check_tokens(side: Side, table: PageTable, intervals: Sequence[Tokens]) -> 
         )
 
 
-def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> UsedPages:
+def _pages(sequence: Axis, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> UsedPages:
     """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
     group, span = side.group, side.span
-    start_token, stop_token = interval
-    per_index = pair.tokens_per_index
-    partial = per_index - 1 if pair.keep_partial else 0
-    start, stop = start_token // per_index, (stop_token + partial) // per_index
+    start, stop = sequence.indices_of(*interval)
     first, last = owned.count_below(start), owned.count_below(stop) - 1
     if last < first:
         return UsedPages(group, table.pages, 0, 0)
     if span.ring_pages is not None and span.capacity is not None:
-        absorbed = (table.num_tokens + partial) // per_index
+        _, absorbed = sequence.indices_of(0, table.num_tokens)
         if absorbed - start > span.capacity:
             raise BindError(
-                f"group '{group.name}': tokens from {start_token} of {table.num_tokens} are to be moved, but the {side.name}'s "
-                f"ring keeps only the last {span.capacity * per_index}; move a shorter tail"
+                f"group '{group.name}': tokens from {interval[0]} of {table.num_tokens} are to be moved, but the {side.name}'s "
+                f"ring keeps only the last {span.capacity * sequence.tokens_per_index}; move a shorter tail"
             )
         if len(table.pages) < span.ring_pages:
             raise BindError(

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
+from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Coordinates, Ownership
 from kvreshard.model.rank import Group
 from kvreshard.plan.cost import Choice
@@ -46,20 +47,27 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class TransferAxis(msgspec.Struct, frozen=True):
-    """One axis of a transfer: both sides' maps and the elected part."""
+    """One axis of a transfer: the fields' axis, both sides' maps of it, and the elected part."""
 
-    name: str
-    extent: int | None
+    axis: Axis
     src: AxisMap
     dst: AxisMap
     chosen: Ownership
+
+    @property
+    def name(self) -> str:
+        return self.axis.name
+
+    @property
+    def extent(self) -> int | None:
+        return self.axis.extent
 
 
 @dataclass(frozen=True)
 class RankTransfer:
     """Congruent fields that `dst_rank` reads from `src_rank`. Bases have shape (len(fields),), addresses in bytes.
 
-    For the sequence axis, if there is one: `tokens_per_index`, `keep_partial`, and both sides' spans.
+    `src_span`, `dst_span`: how either side's pages cut the sequence.
     """
 
     src_rank: int
@@ -72,8 +80,6 @@ class RankTransfer:
     src_page_stride_bytes: int
     dst_page_stride_bytes: int
     axes: tuple[TransferAxis, ...]
-    tokens_per_index: int
-    keep_partial: bool
     src_span: Span
     dst_span: Span
     choice: Choice | None = None
@@ -87,7 +93,11 @@ class RankTransfer:
     @property
     def is_state(self) -> bool:
         """Whether a page holds a whole state, without a sequence axis."""
-        return all(axis.extent is not None for axis in self.axes)
+        return self.along is None
+
+    @property
+    def tokens_per_index(self) -> int:
+        return self.along.axis.tokens_per_index if self.along else 1
 
     def pattern(self, overlap: Overlap) -> Pattern:
         """The runs where a source page and a destination page overlap; kept for the next time."""

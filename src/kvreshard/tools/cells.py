@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import BindError
+from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Tokens
@@ -35,8 +36,7 @@ INDICES_PER_WINDOW = 1 << 16
 class Cut:
     """One axis: where the rank stores it, and the ownerships that a coordinate must be in besides the rank's own."""
 
-    name: str
-    extent: int | None
+    axis: Axis
     mapped: AxisMap
     within: tuple[Ownership, ...]
 
@@ -62,18 +62,16 @@ class Cells:
     group: Group
     page_stride_bytes: int
     axes: tuple[Cut, ...]
-    tokens_per_index: int
-    keep_partial: bool
 
     @property
     def sequence(self) -> Cut | None:
         """The axis without end; None for a state."""
-        return next((axis for axis in self.axes if axis.extent is None), None)
+        return next((cut for cut in self.axes if cut.axis.extent is None), None)
 
     @property
     def bounded(self) -> tuple[Cut, ...]:
         """The axes with an end, in the field's order."""
-        return tuple(axis for axis in self.axes if axis.extent is not None)
+        return tuple(cut for cut in self.axes if cut.axis.extent is not None)
 
     @property
     def inner(self) -> tuple[Cut, ...]:
@@ -92,7 +90,7 @@ def of_transfer(transfer: RankTransfer, side: Side) -> Cells:
     """The cells that a transfer moves, on one side: the elected box, and what the other side holds."""
     at_source = side == "src"
     axes = [
-        Cut(a.name, a.extent, *((a.src, (a.dst.owned, a.chosen)) if at_source else (a.dst, (a.src.owned, a.chosen))))
+        Cut(a.axis, *((a.src, (a.dst.owned, a.chosen)) if at_source else (a.dst, (a.src.owned, a.chosen))))
         for a in transfer.axes
     ]
     return Cells(
@@ -102,8 +100,6 @@ def of_transfer(transfer: RankTransfer, side: Side) -> Cells:
         transfer.src_group if at_source else transfer.dst_group,
         transfer.src_page_stride_bytes if at_source else transfer.dst_page_stride_bytes,
         tuple(axes),
-        transfer.tokens_per_index,
-        transfer.keep_partial,
     )
 
 
@@ -121,7 +117,7 @@ def find_rows(cells: Cells, tables: Tables, intervals: Intervals) -> Iterator[tu
     if sequence is None:
         yield _state_rows(cells, table)
         return
-    ranges = list(_index_ranges(cells, intervals[name]))
+    ranges = list(sequence.axis.index_ranges(intervals[name]))
     _check_tokens(cells, sequence, table, intervals[name], ranges)
     indices = np.concatenate([np.zeros(0, np.int64), *(np.arange(*ends, dtype=np.int64) for ends in ranges)])
     for first in range(0, len(indices), INDICES_PER_WINDOW):
@@ -161,17 +157,6 @@ def _token_offsets(cells: Cells, sequence: Cut, table: PageTable, indices: Int64
     return page_ids * cells.page_stride_bytes + offsets
 
 
-def _index_ranges(cells: Cells, intervals: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
-    """Ranges of indices, without repeats: two intervals may touch the same compressed index."""
-    end = 0
-    for start_token, stop_token in intervals:
-        stop_token += cells.tokens_per_index - 1 if cells.keep_partial else 0
-        start, stop = max(end, start_token // cells.tokens_per_index), stop_token // cells.tokens_per_index
-        if stop > start:
-            yield start, stop
-            end = stop
-
-
 def _check_ids(cells: Cells, page_ids: Int64s) -> None:
     group = cells.group
     low, high = int(page_ids.min()), int(page_ids.max())
@@ -199,7 +184,7 @@ def _check_tokens(
     if mapped.ring_pages is None or not ranges:
         return
     capacity = mapped.ring_pages * mapped.indices_per_page // mapped.owned.run * mapped.owned.period
-    absorbed = table.num_tokens // cells.tokens_per_index
+    _, absorbed = sequence.axis.indices_of(0, table.num_tokens)
     if absorbed - ranges[0][0] > capacity:
         raise BindError(
             f"group '{name}': index {ranges[0][0]} of {absorbed} was overwritten in a ring of {capacity}; digest the last "

@@ -174,10 +174,10 @@ def _digest_fields(cells: Cells, tables: Tables, intervals: Intervals, memory: L
 def _describe_row(cells: Cells, unit_bytes: int, key: bytes) -> tuple[Int64s, Int64s]:
     """The runs of adjacent units of a row, as byte offsets of shape (m,), and the weights of their units, shape (m, k)."""
     offsets = numbers = np.zeros(1, dtype=np.int64)
-    for axis in cells.inner:
-        coordinates = np.arange(*axis.bounds(), dtype=np.int64)
-        offsets = (offsets[:, None] + axis.locate(coordinates)).reshape(-1)
-        numbers = (numbers[:, None] * (axis.extent or 1) + coordinates).reshape(-1)
+    for cut in cells.inner:
+        coordinates = np.arange(*cut.bounds(), dtype=np.int64)
+        offsets = (offsets[:, None] + cut.locate(coordinates)).reshape(-1)
+        numbers = (numbers[:, None] * (cut.axis.extent or 1) + coordinates).reshape(-1)
     inside = np.arange(cells.element_bytes // unit_bytes, dtype=np.int64)
     offsets = (offsets[:, None] + inside * unit_bytes).reshape(-1)
     numbers = (numbers[:, None] * len(inside) + inside).reshape(-1)

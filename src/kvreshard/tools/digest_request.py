@@ -160,7 +160,6 @@ def _find_cells(request: DigestRequest, layout: EngineLayout, rank: Rank) -> Cel
             raise RequestError(f"fields '{field.name}' and '{other.name}' differ in shape; ask for them one by one")
     if len(request.within) != len(field.axes) or any(len(owned) > MAX_OWNERSHIPS for owned in request.within):
         raise RequestError(f"{len(request.within)} axes are given; field '{field.name}' has {len(field.axes)}")
-    sequence = field.sequence
     return Cells(
         request.fields,
         np.array([rank.base_address(shard) for shard in shards], dtype=np.int64),
@@ -168,11 +167,9 @@ def _find_cells(request: DigestRequest, layout: EngineLayout, rank: Rank) -> Cel
         layout.group_by_name[geometry.group],
         geometry.page_stride_bytes,
         tuple(
-            Cut(axis.name, axis.extent, mapped, tuple(_from_owned(owned) for owned in owners))
+            Cut(axis, mapped, tuple(_from_owned(owned) for owned in owners))
             for axis, mapped, owners in zip(field.axes, geometry.axes, request.within, strict=True)
         ),
-        sequence.tokens_per_index if sequence else 1,
-        sequence.keep_partial if sequence else False,
     )
 
 
@@ -185,7 +182,8 @@ def _check_cost(request: DigestRequest, cells: Cells) -> None:
     widths = [high - low for low, high in (axis.bounds() for axis in cells.bounded)]
     if min(widths, default=1) <= 0:
         raise RequestError(f"no cell of field '{cells.fields[0]}' lies on this rank and in the requested box")
-    indices = 1 if cells.sequence is None else num_tokens // cells.tokens_per_index + len(intervals)
+    sequence = cells.sequence
+    indices = 1 if sequence is None else num_tokens // sequence.axis.tokens_per_index + len(intervals)
     num_bytes = cells.element_bytes * prod(widths) * indices * len(cells.fields)
     if num_tokens > MAX_TOKENS or num_bytes > MAX_BYTES:
         raise RequestError(

@@ -223,11 +223,14 @@ HEAD = ONE.axes[1]
         ((with_axis(ZERO, 1, src=HEAD.src), ONE), "source rank 0, axis 'head'|the transfer maps|its layout says"),
         ((with_axis(ZERO, 0, dst=ZERO.axes[0].src), ONE), "destination rank 0, axis 'token'|its layout says"),
         ((replace(ZERO, axes=ZERO.axes[:2]), ONE), "2 axes, its layout has 3"),
-        ((with_axis(ZERO, 1, name="channel"), ONE), "('channel', 2)|its layout has|('head', 2)"),
-        ((with_axis(ZERO, 1, extent=3), ONE), "('head', 3)|its layout has|('head', 2)"),
+        ((with_axis(ZERO, 1, axis=Axis("channel", 2)), ONE), "channel of 2|its layout has|head of 2"),
+        ((with_axis(ZERO, 1, axis=Axis("head", 3)), ONE), "head of 3|its layout has|head of 2"),
         ((replace(ZERO, dst_rank=4), ONE), "a transfer to rank 4 in the route of rank 0"),
-        ((replace(ZERO, tokens_per_index=2), ONE), "axis 'token': 2 tokens per index|its layout says 1"),
-        ((replace(ZERO, keep_partial=True), ONE), "axis 'token'|partial ones kept|(left)"),
+        ((with_axis(ZERO, 0, axis=Axis("token", None, 2)), ONE), "axes token (2 to an index)|its layout has token"),
+        (
+            (with_axis(ZERO, 0, axis=Axis("token", None, keep_partial=True)), ONE),
+            "axes token (partial ones too)|its layout has token, head",
+        ),
         ((replace(ZERO, src_span=replace(ZERO.src_span, indices=3)), ONE), "source rank 0, axis 'token': a span of 3"),
         (
             (replace(ZERO, dst_span=replace(ZERO.dst_span, pages=2)), ONE),
