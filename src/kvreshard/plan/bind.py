@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
-from kvreshard.plan.pairs import GroupPair, OverlapPage, PageRange
+from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.transfer import RankTransfer
@@ -35,15 +35,6 @@ MIN_JOINED_BYTES, MAX_JOINED_BYTES = 128 << 10, 1 << 20
 SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few copies for any share below it
 
 
-class BoundPages(msgspec.Struct, frozen=True, eq=False):
-    """A page and the pairs of page ids that are copied by it, shape (n,). `recurs`: as in `PageRange`."""
-
-    overlap_page: OverlapPage
-    src_page: Int64s
-    dst_page: Int64s
-    recurs: bool
-
-
 class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     """Pages from one source rank whose entries lie alike.
 
@@ -52,7 +43,7 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     `order`: of the pairs as they were found, None where that is the source's.
     """
 
-    found: Sequence[BoundPages]
+    found: Sequence[PagedCopies]
     src: Int64s
     dst: Int64s
     length: Int64s
@@ -61,7 +52,7 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_entries(self) -> int:
-        return self.found[0].overlap_page.page.num_entries
+        return self.found[0].page.num_entries
 
     @property
     def num_copies(self) -> int:
@@ -70,33 +61,21 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(one.overlap_page.page.length.sum()) * len(one.src_page) for one in self.found)
+        return sum(one.num_bytes for one in self.found)
 
     def copies(self, min_paged: int) -> Iterator[Copies]:
         """Pages stay pages from `min_paged` copies on, unless most of them join."""
         if self.num_copies >= min_paged and self.joined <= MAX_JOINED * len(self.src):
-            for one in self._by_page():
-                is_worth_it = one.recurs and one.overlap_page.page.num_entries * len(one.src_page) >= min_paged
-                paged = PagedCopies(
-                    one.overlap_page.src_rank,
-                    one.overlap_page.dst_rank,
-                    one.overlap_page.page,
-                    one.src_page,
-                    one.dst_page,
-                )
-                yield paged if is_worth_it else paged.flat()
+            for paged in self._by_page():
+                yield paged if paged.page.recurs and paged.num_copies >= min_paged else paged.flat()
         else:
             yield self.listed()
 
     def listed(self, max_bytes: int | None = None) -> CopyList:
         """Every copy, neighbours joined. `max_bytes`: as in `coalesce`; None: so that a transport's threads have enough to share."""
-        first = self.found[0].overlap_page
+        first = self.found[0]
         if not first.page.run_bytes:
-            lists = [
-                PagedCopies(first.src_rank, first.dst_rank, first.page, b.src_page, b.dst_page).flat()
-                for b in self.found
-            ]
-            return joined_lists(lists)
+            return joined_lists([paged.flat() for paged in self.found])
         src, dst, length = self.src, self.dst, self.length
         if self.joined:
             most = max_joined_bytes(self.num_entries * int(length.sum())) if max_bytes is None else max_bytes
@@ -110,17 +89,17 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
             np.tile(length, page.num_entries),
         )
 
-    def _by_page(self) -> Iterator[BoundPages]:
+    def _by_page(self) -> Iterator[PagedCopies]:
         """The pairs of each page together, in the source's order: NIXL joins neighbours."""
-        members: defaultdict[Page, list[BoundPages]] = defaultdict(list)
+        members: defaultdict[Page, list[PagedCopies]] = defaultdict(list)
         for one in self.found:
-            members[one.overlap_page.page].append(one)
-        for same in members.values():
+            members[one.page].append(one)
+        for page, same in members.items():
             src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
             order = self.order if len(members) == 1 else _source_order(src)
             if order is not None:
                 src, dst = src[order], dst[order]
-            yield BoundPages(same[0].overlap_page, src, dst, all(one.recurs for one in same))
+            yield PagedCopies(same[0].src_rank, same[0].dst_rank, page, src, dst)
 
 
 def bind(route: Route, request: Request) -> Iterator[CopyList]:
@@ -139,42 +118,34 @@ def _bind(route: Route, request: Request) -> Iterator[CopyList]:
 
 def bind_ranges(
     pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Iterable[PageRange]
-) -> Iterator[BoundPages]:
+) -> Iterator[PagedCopies]:
     """What some transfers of a pair copy of some page ranges, page by page."""
     for page_range in page_ranges:
-        known: dict[tuple[bool, int], Int64s] = {}
-        for overlap_page in pair.pages(page_range, transfers):
-            ids = []
-            for is_src, table, side, step in (
-                (True, page_range.src, pair.src, overlap_page.src_step),
-                (False, page_range.dst, pair.dst, overlap_page.dst_step),
-            ):
-                found = known.get((is_src, step))
-                if found is None:
-                    found = known[is_src, step] = page_range.page_ids(table, side.span, step)
-                ids.append(found)
-            yield BoundPages(overlap_page, ids[0], ids[1], page_range.recurs)
+        src_ids: dict[int, Int64s] = {}
+        dst_ids: dict[int, Int64s] = {}
+        for of in pair.pages(page_range, transfers):
+            if of.src_step not in src_ids:
+                src_ids[of.src_step] = page_range.page_ids(page_range.src, pair.src.span, of.src_step)
+            if of.dst_step not in dst_ids:
+                dst_ids[of.dst_step] = page_range.page_ids(page_range.dst, pair.dst.span, of.dst_step)
+            yield PagedCopies(of.src_rank, of.dst_rank, of.page, src_ids[of.src_step], dst_ids[of.dst_step])
 
 
-def group_aligned(bound: Iterable[BoundPages]) -> list[AlignedPages]:
+def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:
     """The same pages, together where their entries lie alike."""
-    together: defaultdict[object, list[BoundPages]] = defaultdict(list)
+    together: defaultdict[object, list[PagedCopies]] = defaultdict(list)
     for one in bound:
-        together[one.overlap_page.src_rank, one.overlap_page.page.shape or one.overlap_page.page].append(one)
+        together[one.src_rank, one.page.shape or one.page].append(one)
     return [_aligned(found) for found in together.values()]
 
 
-def _aligned(found: Sequence[BoundPages]) -> AlignedPages:
-    page = found[0].overlap_page.page
-    src = joined(
-        [one.overlap_page.page.src_start[0] + one.src_page * one.overlap_page.page.src_stride for one in found]
-    )
-    dst = joined(
-        [one.overlap_page.page.dst_start[0] + one.dst_page * one.overlap_page.page.dst_stride for one in found]
-    )
+def _aligned(found: Sequence[PagedCopies]) -> AlignedPages:
+    page = found[0].page
+    src = joined([one.page.src_start[0] + one.src_page * one.page.src_stride for one in found])
+    dst = joined([one.page.dst_start[0] + one.dst_page * one.page.dst_stride for one in found])
     if not page.run_bytes:
         return AlignedPages(found, src, dst, np.repeat(page.length[0], len(src)), 0, _source_order(src))
-    length = np.repeat([one.overlap_page.page.run_bytes for one in found], [len(one.src_page) for one in found])
+    length = np.repeat([one.page.run_bytes for one in found], [len(one.src_page) for one in found])
     order = _source_order(src)
     if order is not None:
         src, dst, length = src[order], dst[order], length[order]

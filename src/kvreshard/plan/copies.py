@@ -61,7 +61,8 @@ class Page:
     `src_start`, `dst_start`: addresses of the entries in page 0. `region`: equal numbers where the regions of both sides are the same.
     Pages lie every `src_stride` and `dst_stride` bytes, and their ids are below `src_count` and `dst_count`.
     `run_bytes`: the length of all entries, 0 where they differ. `shape`: equal for pages whose entries lie alike, so that a copy of one
-    may continue a copy of the other; None where entries differ in length.
+    may continue a copy of the other; None where entries differ in length. `recurs`: whether other requests have the page too, so that it
+    is worth preparing; the page that a request fills in part is its own.
 
     A transport keeps what it prepares for a page as long as the object lives.
     """
@@ -74,6 +75,7 @@ class Page:
     dst_stride: int
     src_count: int
     dst_count: int
+    recurs: bool = True
     run_bytes: int = field(init=False)
     shape: tuple[bytes, ...] | None = field(init=False)
 

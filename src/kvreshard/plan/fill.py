@@ -18,13 +18,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.rank import Group, Rank
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind_ranges
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
-from kvreshard.plan.copies import CopyList, Int64s, PagedCopies
+from kvreshard.plan.copies import CopyList, Int64s
 from kvreshard.plan.pairs import GroupPair
 from kvreshard.plan.route import Route
 
@@ -99,9 +100,9 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
     for bound in bind_ranges(pair, pair.transfers, pair.page_ranges(request)):
-        wanted, of = np.isin(bound.dst_page, pages), bound.overlap_page
+        wanted = np.isin(bound.dst_page, pages)
         if wanted.any():
-            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[wanted], bound.dst_page[wanted]).flat()
+            yield replace(bound, src_page=bound.src_page[wanted], dst_page=bound.dst_page[wanted]).flat()
 
 
 def _new_pages(request: Request, group: Group) -> Int64s:

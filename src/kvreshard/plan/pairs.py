@@ -159,12 +159,12 @@ class GroupPair:
             for src_step, dst_step, runs in _runs_by_page(transfer, page_range.overlap):
                 together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
-            page = self._page(found, src_stride, dst_stride)
+            page = self._page(found, src_stride, dst_stride, page_range.recurs)
             columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
-            content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, *columns
+            content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, page.recurs, *columns
             yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
-    def _page(self, found: Sequence[_Runs], src_stride: int, dst_stride: int) -> Page:
+    def _page(self, found: Sequence[_Runs], src_stride: int, dst_stride: int, recurs: bool) -> Page:
         """One entry per field and run."""
         src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
         dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
@@ -173,9 +173,8 @@ class GroupPair:
         if int(length.max()) > MAX_COPY_BYTES:
             src, dst, length, row = cut_long(src, dst, length, max_bytes=MAX_COPY_BYTES)
             region = region[row]
-        return Page(
-            src, dst, length, region, src_stride, dst_stride, self.src.group.num_pages, self.dst.group.num_pages
-        )
+        counts = self.src.group.num_pages, self.dst.group.num_pages
+        return Page(src, dst, length, region, src_stride, dst_stride, *counts, recurs)
 
 
 class _Runs(msgspec.Struct, frozen=True, eq=False):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import msgspec
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import MIN_PAGED_COPIES, BoundPages, bind_ranges, gathered, group_aligned
-from kvreshard.plan.copies import Copies
+from kvreshard.plan.bind import MIN_PAGED_COPIES, bind_ranges, gathered, group_aligned
+from kvreshard.plan.copies import Copies, PagedCopies
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, cost_model, pack, prefers_staging, stage
@@ -32,7 +32,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
     Scattered pages stay pages from `min_paged` copies on. Raises BindError.
     """
     check_request(route, request)
-    direct: list[BoundPages] = []
+    direct: list[PagedCopies] = []
     batches: list[Batch] = []
     for pair in route.pairs:
         page_ranges = pair.page_ranges(request)

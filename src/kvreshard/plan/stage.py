@@ -21,9 +21,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.errors import BindError
-from kvreshard.plan.bind import BoundPages, group_aligned
+from kvreshard.plan.bind import group_aligned
 from kvreshard.plan.byte_ranges import merged
-from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
+from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, PagedCopies, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel, Work
 from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
@@ -326,7 +326,7 @@ def prefers_staging(
     pair: GroupPair,
     transfers: tuple[RankTransfer, ...],
     page_ranges: Sequence[PageRange],
-    bound: Sequence[BoundPages],
+    bound: Sequence[PagedCopies],
     staging_bytes: int,
 ) -> bool:
     """Whether page ranges of transfers whose way is open go through the buffer. `bound`: the same page ranges, read directly.
@@ -346,7 +346,7 @@ def _is_predicted_faster(
     pair: GroupPair,
     transfers: tuple[RankTransfer, ...],
     page_ranges: Sequence[PageRange],
-    bound: Sequence[BoundPages],
+    bound: Sequence[PagedCopies],
     staging_bytes: int,
 ) -> bool:
     model = cost_model(transfers)
