@@ -6,12 +6,15 @@ out of every `step`). Both have the same members, on whole NumPy arrays, so that
 1. `contains`: whether a coordinate is held;
 2. `to_local`, `to_global`: its index among the held ones, and back;
 3. `edges`: where membership changes within a window;
-4. `count_below`: held coordinates below a bound.
+4. `next_held`: the first stretch of held coordinates from one on;
+5. `count_below`: held coordinates below a bound.
 
 Empty, negative or overlapping sets raise LayoutError.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,8 +23,11 @@ from numpy.typing import NDArray
 from kvreshard.model.errors import LayoutError
 
 Coordinates = NDArray[np.int64]
+N = TypeVar("N", int, Coordinates)
 # Coordinates, sizes and their sums stay far from where an int64 wraps around, whatever a peer sends.
 MAX_SIZE = 1 << 48
+# Above every coordinate.
+BEYOND = 1 << 60
 
 
 class Interval(msgspec.Struct, frozen=True, cache_hash=True):
@@ -52,7 +58,7 @@ class Interval(msgspec.Struct, frozen=True, cache_hash=True):
         held = coordinates >= self.start
         return held if self.stop is None else held & (coordinates < self.stop)
 
-    def to_local(self, coordinates: Coordinates) -> Coordinates:
+    def to_local(self, coordinates: N) -> N:
         return coordinates - self.start
 
     def to_global(self, local: Coordinates) -> Coordinates:
@@ -61,6 +67,15 @@ class Interval(msgspec.Struct, frozen=True, cache_hash=True):
     def edges(self, low: int, high: int) -> Coordinates:
         ends = [self.start] if self.stop is None else [self.start, self.stop]
         return np.array([end for end in ends if low <= end <= high], dtype=np.int64)
+
+    def next_held(self, coordinate: int) -> tuple[int, int]:
+        """The first stretch `[start, stop)` of held coordinates from this one on; far outside where there is none.
+
+        >>> Interval(2, 6).next_held(0), Interval(2, 6).next_held(4), Cyclic(1, 2, 8).next_held(3)
+        ((2, 6), (4, 6), (9, 11))
+        """
+        stop = BEYOND if self.stop is None else self.stop
+        return (max(coordinate, self.start), stop) if coordinate < stop else (BEYOND, BEYOND)
 
     def count_below(self, bound: int) -> int:
         top = bound if self.stop is None else min(bound, self.stop)
@@ -94,7 +109,7 @@ class Cyclic(msgspec.Struct, frozen=True, cache_hash=True):
         phase = coordinates % self.step
         return (phase >= self.start) & (phase < self.start + self.run)
 
-    def to_local(self, coordinates: Coordinates) -> Coordinates:
+    def to_local(self, coordinates: N) -> N:
         lap = coordinates // self.step
         return lap * self.run + (coordinates - lap * self.step - self.start)
 
@@ -106,6 +121,11 @@ class Cyclic(msgspec.Struct, frozen=True, cache_hash=True):
         laps = np.arange(low // self.step, high // self.step + 1, dtype=np.int64) * self.step
         ends = np.concatenate([laps + self.start, laps + self.start + self.run])
         return ends[(ends >= low) & (ends <= high)]
+
+    def next_held(self, coordinate: int) -> tuple[int, int]:
+        lap, phase = divmod(coordinate, self.step)
+        first = (lap + (phase >= self.start + self.run)) * self.step + self.start
+        return max(coordinate, first), first + self.run
 
     def count_below(self, bound: int) -> int:
         lap, phase = divmod(bound, self.step)

@@ -2,7 +2,7 @@
 
 A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a transfer at once:
 
-1. Refine every axis; a run is one strip per axis, with their loops together.
+1. Refine every axis; a run of the page is one run of each axis, with their loops together.
 2. Coalesce: a loop that continues the run on both sides lengthens it.
 3. Fuse: fields that continue one another on both sides (K next to V, layers side by side) lengthen it too; repeat 2.
 4. List the remaining loops as byte offsets, sorted by the source.
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
-from kvreshard.plan.refine import Loop, Strip
+from kvreshard.plan.refine import Loop, Run
 
 Int64s = NDArray[np.int64]
 # Pages of real engines overlap in a few nests. These take a second or so, and a peer's layout may be made to have them.
@@ -30,17 +30,6 @@ MAX_NESTS = 1 << 15
 MAX_RUNS = 1 << 22
 # Of a run, and of each of its loops: numbers as Python has them.
 RUN_BYTES = 200
-
-
-class Run(msgspec.Struct, frozen=True):
-    """`length` contiguous bytes on both sides, repeated by `loops`; pages relative to the overlap's first pages."""
-
-    src_page: int
-    dst_page: int
-    src_byte: int
-    dst_byte: int
-    length: int
-    loops: tuple[Loop, ...]
 
 
 class Bases(msgspec.Struct, frozen=True, eq=False):
@@ -120,20 +109,20 @@ def fuse(bases: Bases, length: int) -> Bases | None:
     return Bases(src[starts], dst[starts], region[starts])
 
 
-def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:
-    """The pattern of one overlap from the strips of each axis."""
-    num_cells = prod([sum([strip.num_cells for strip in strips]) for strips in strips_per_axis])
-    num_nests = prod(map(len, strips_per_axis))
+def build_pattern(bases: Bases, element_bytes: int, runs_per_axis: Sequence[Sequence[Run]]) -> Pattern:
+    """The pattern of one overlap from the runs along each axis."""
+    num_cells = prod([sum([run.num_repeats for run in along]) for along in runs_per_axis])
+    num_nests = prod(map(len, runs_per_axis))
     _check_number("nests of loops", num_nests, MAX_NESTS)
     runs = []
-    for strips in product(*strips_per_axis):
-        length, loops = coalesce(element_bytes, [loop for strip in strips for loop in strip.loops])
+    for parts in product(*runs_per_axis):
+        length, loops = coalesce(element_bytes, [loop for part in parts for loop in part.loops])
         runs.append(
             Run(
-                sum([strip.src_page for strip in strips]),
-                sum([strip.dst_page for strip in strips]),
-                sum([strip.src_byte for strip in strips]),
-                sum([strip.dst_byte for strip in strips]),
+                sum([part.src_page for part in parts]),
+                sum([part.dst_page for part in parts]),
+                sum([part.src_byte for part in parts]),
+                sum([part.dst_byte for part in parts]),
                 length,
                 loops,
             )
@@ -150,7 +139,7 @@ def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Se
             Run(run.src_page, run.dst_page, run.src_byte, run.dst_byte, length, loops)
             for run, (length, loops) in zip(runs, grown, strict=True)
         ]
-    _check_number("runs", sum([prod([loop.count for loop in run.loops]) for run in runs]), MAX_RUNS)
+    _check_number("runs", sum([run.num_repeats for run in runs]), MAX_RUNS)
     pattern = _flatten(bases, tuple(runs))
     if pattern.num_bytes != total:
         raise AssertionError(f"pattern of {pattern.num_bytes} bytes for cells of {total} bytes")  # a bug, never input

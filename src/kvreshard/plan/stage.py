@@ -13,7 +13,6 @@ Refused with BindError: an image that does not fit the buffer.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -27,7 +26,7 @@ from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, PagedCopies,
 from kvreshard.plan.cost import CostModel, Work
 from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
-from kvreshard.plan.refine import Loop, Strip, fold
+from kvreshard.plan.refine import Loop, Run, fold
 from kvreshard.plan.transfer import Overlap, RankTransfer
 
 # What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 and 5 were the fastest in
@@ -37,37 +36,24 @@ FILL_BYTES, MAX_FILL_BYTES = 5 << 20, 16 << 20
 MAX_SMALL_BATCHES = 32
 
 
-class Step(msgspec.Struct, frozen=True):
-    """Runs of `length` bytes from page `src_step` of a source span to page `dst_step` of a destination span, by loops.
-
-    They begin `image_offset` bytes into the source page's image, and `dst_offset` bytes into the destination page.
-    """
-
-    src_step: int
-    dst_step: int
-    length: int
-    image_offset: int
-    dst_offset: int
-    loops: tuple[Loop, ...]
-
-
 class Image(msgspec.Struct, frozen=True, eq=False):
     """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in an image of `image_bytes`.
 
-    `steps`: for each overlap those out of the image. `run_counts`: for each overlap its runs, of one field.
+    `runs`: for each overlap those out of the image; their `src_byte` is one of the image. `run_counts`: for each overlap its runs, of one
+    field, before they were put into loops.
     """
 
     bases: Bases
     offsets: Int64s
     lengths: Int64s
     image_bytes: int
-    steps: tuple[tuple[Step, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]
     run_counts: tuple[int, ...]
 
     def cached_bytes(self) -> int:
         """About what it takes in memory."""
-        steps = [step for found in self.steps for step in found]
-        return 2 * self.offsets.nbytes + RUN_BYTES * sum(2 + len(step.loops) for step in steps)
+        runs = [run for found in self.runs for run in found]
+        return 2 * self.offsets.nbytes + RUN_BYTES * sum(2 + len(run.loops) for run in runs)
 
 
 class Move(msgspec.Struct, frozen=True, eq=False):
@@ -204,22 +190,18 @@ def make_image(patterns: Sequence[Pattern], max_gap_bytes: int) -> Image:
         boxes.start,
         lengths,
         int(lengths.sum()),
-        tuple(tuple(_steps(pattern, boxes.start, image_offsets)) for pattern in patterns),
+        tuple(tuple(_image_runs(pattern, boxes.start, image_offsets)) for pattern in patterns),
         tuple(len(pattern.lengths) for pattern in patterns),
     )
 
 
-def _steps(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> Iterator[Step]:
-    """The runs of a pattern out of boxes at these offsets in the page and in the image."""
+def _image_runs(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> list[Run]:
+    """The runs of a pattern out of boxes at these offsets in the page and in the image, as few loops."""
     box = np.searchsorted(offsets, pattern.src_offsets, side="right") - 1
     at = image_offsets[box] + pattern.src_offsets - offsets[box]
-    columns = (pattern.src_pages, pattern.dst_pages, pattern.lengths, at, pattern.dst_offsets)
-    together: defaultdict[tuple[int, int, int], list[Strip]] = defaultdict(list)
-    for src_step, dst_step, length, image, dst in zip(*(column.tolist() for column in columns), strict=True):
-        together[src_step, dst_step, length].append(Strip(0, 0, image, dst, ()))
-    for (src_step, dst_step, length), runs in sorted(together.items()):
-        for strip in fold(runs):
-            yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
+    columns = (pattern.src_pages, pattern.dst_pages, at, pattern.dst_offsets, pattern.lengths)
+    runs = [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return fold(sorted(runs, key=lambda run: (run.src_page, run.dst_page, run.length)))
 
 
 def stage(
@@ -245,8 +227,8 @@ def _batches(staged: Staged, image: Image, pages_each: int, fields_each: int) ->
     transfer, size = staged.transfer, image.image_bytes
     paths = [
         path
-        for page_range, steps in zip(staged.page_ranges, image.steps, strict=True)
-        for path in _paths(transfer, page_range, steps)
+        for page_range, runs in zip(staged.page_ranges, image.runs, strict=True)
+        for path in _paths(transfer, page_range, runs)
     ]
     image_offsets = np.cumsum(image.lengths) - image.lengths
     for low in range(0, len(staged.pages), pages_each):
@@ -269,9 +251,9 @@ def _batches(staged: Staged, image: Image, pages_each: int, fields_each: int) ->
 
 
 class _Path(msgspec.Struct, frozen=True, eq=False):
-    """Steps from source pages, ascending, to destination pages, both of shape (n,); the latter as byte offsets of their pool."""
+    """Runs from source pages, ascending, to destination pages, both of shape (n,); the latter as byte offsets of their pool."""
 
-    steps: tuple[Step, ...]
+    runs: tuple[Run, ...]
     src_page: Int64s
     dst_at: Int64s
 
@@ -281,14 +263,14 @@ class _Path(msgspec.Struct, frozen=True, eq=False):
         if low == high:
             return
         src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * image_bytes, self.dst_at[low:high]
-        for step in self.steps:
-            yield Move(step.length, step.loops, held, src_at + step.image_offset, held, dst_at + step.dst_offset)
+        for run in self.runs:
+            yield Move(run.length, run.loops, held, src_at + run.src_byte, held, dst_at + run.dst_byte)
 
 
-def _paths(transfer: RankTransfer, page_range: PageRange, steps: Iterable[Step]) -> Iterator[_Path]:
-    together: dict[tuple[int, int], list[Step]] = {}
-    for step in steps:
-        together.setdefault((step.src_step, step.dst_step), []).append(step)
+def _paths(transfer: RankTransfer, page_range: PageRange, runs: Iterable[Run]) -> Iterator[_Path]:
+    together: dict[tuple[int, int], list[Run]] = {}
+    for run in runs:
+        together.setdefault((run.src_page, run.dst_page), []).append(run)
     for (src_step, dst_step), found in together.items():
         src_page = page_range.page_ids(page_range.src, transfer.src_span, src_step)
         dst_at = page_range.page_ids(page_range.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes

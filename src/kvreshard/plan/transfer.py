@@ -21,7 +21,7 @@ from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, count_in_windows
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.pattern_cache import PatternCache
-from kvreshard.plan.refine import Strip, count_cuts, refine
+from kvreshard.plan.refine import Run, count_cuts, refine
 
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
 LAPS_LOOKED_AT = 8
@@ -105,13 +105,13 @@ class RankTransfer:
         return self.pattern_cache.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.cached_bytes)
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
-        return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
+        return build_pattern(self.bases, self.element_bytes, [self._refine(axis, overlap) for axis in self.axes])
 
     def chosen(self, choice: Choice) -> RankTransfer:
         """The same transfer, read in one way."""
         return replace(self, choice=choice)
 
-    def _strips(self, axis: TransferAxis, overlap: Overlap) -> list[Strip]:
+    def _refine(self, axis: TransferAxis, overlap: Overlap) -> list[Run]:
         if axis.extent is None:
             return refine(axis.src, axis.dst, axis.chosen, *overlap)
         return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)

@@ -18,13 +18,20 @@ OWNERS: list[Ownership] = [
 
 
 @pytest.mark.parametrize("owned", OWNERS, ids=str)
-def test_the_four_questions_agree(owned: Ownership) -> None:
+def test_the_answers_agree(owned: Ownership) -> None:
     window = np.arange(40, dtype=np.int64)
     held = window[owned.contains(window)]
     assert owned.to_local(held).tolist() == list(range(len(held)))
     assert owned.to_global(owned.to_local(held)).tolist() == held.tolist()
     for bound in range(40):
         assert owned.count_below(bound) == int((held < bound).sum())
+        start, stop = owned.next_held(bound)
+        if start < 40:
+            assert start == held[held >= bound][0]
+            assert owned.contains(np.arange(start, min(stop, 40))).all()
+            assert not owned.contains(np.array([stop]))[0] or owned.period == owned.run
+        else:
+            assert not (held >= bound).any()
     for low, high in product(range(0, 30, 3), repeat=2):
         if low <= high:
             assert count_within(owned, low, high) == int(((held >= low) & (held < high)).sum())

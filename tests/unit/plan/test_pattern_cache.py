@@ -96,7 +96,7 @@ def test_transfers_do_not_take_one_another_s_patterns() -> None:
                 assert np.array_equal(getattr(mine, column), getattr(own, column))
             for side in ("src", "dst"):
                 assert np.array_equal(getattr(mine.bases, side), getattr(own.bases, side))
-            assert image_of(shared, overlap).steps == image_of(alone, overlap).steps
+            assert image_of(shared, overlap).runs == image_of(alone, overlap).runs
             assert image_of(shared, overlap) is image_of(shared, overlap)
 
 

@@ -28,7 +28,7 @@ def test_runs_are_read_together_over_short_gaps(max_gap_bytes: int, offsets: lis
     image = make_image([pattern(array(0, 64), array(500, 100))], max_gap_bytes)
     assert (image.offsets.tolist(), image.lengths.tolist()) == (offsets, lengths)
     assert image.image_bytes == sum(lengths)
-    places = {(step.image_offset, step.dst_offset) for (steps,) in [image.steps] for step in steps}
+    places = {(run.src_byte, run.dst_byte) for (runs,) in [image.runs] for run in runs}
     assert places == {(0, 500), (64 if max_gap_bytes == 32 else 32, 100)}
 
 
@@ -37,22 +37,22 @@ def test_bytes_that_several_destination_pages_want_are_read_once() -> None:
     overlaps = [pattern(array(0), array(0)), pattern(array(0), array(96), dst_page=1), pattern(array(32), array(64))]
     image = make_image(overlaps, 0)
     assert (image.offsets.tolist(), image.lengths.tolist(), image.image_bytes) == ([0], [64], 64)
-    found = [[(step.dst_step, step.image_offset, step.dst_offset) for step in steps] for steps in image.steps]
+    found = [[(run.dst_page, run.src_byte, run.dst_byte) for run in runs] for runs in image.runs]
     assert found == [[(0, 0, 0)], [(1, 0, 96)], [(0, 32, 64)]]
     assert image.run_counts == (1, 1, 1)
 
 
-def test_runs_that_repeat_are_one_step_with_loops() -> None:
+def test_runs_that_repeat_are_one_run_with_loops() -> None:
     src = (np.arange(4)[:, None] * 256 + np.arange(3) * 64).reshape(-1)
     image = make_image([pattern(src, src // 2, 16)], 48)
-    ((step,),) = image.steps
+    ((run,),) = image.runs
     # Boxes of 144 bytes, one for every 256, lie side by side in the slot.
-    assert (step.length, step.loops) == (16, (Loop(3, 64, 32), Loop(4, 144, 128)))
+    assert (run.length, run.loops) == (16, (Loop(3, 64, 32), Loop(4, 144, 128)))
 
 
-def test_pages_of_a_span_have_steps_of_their_own() -> None:
+def test_pages_of_a_span_have_runs_of_their_own() -> None:
     two = pattern(array(0, 0), array(0, 32))
     two = Pattern(two.bases, (), two.src_offsets, two.dst_offsets, two.lengths, array(0, 1), array(0, 0))
     image = make_image([two], 0)
     assert image.image_bytes == 32
-    assert [(step.src_step, step.dst_step, step.dst_offset) for step in image.steps[0]] == [(0, 0, 0), (1, 0, 32)]
+    assert [(run.src_page, run.dst_page, run.dst_byte) for run in image.runs[0]] == [(0, 0, 0), (1, 0, 32)]
