@@ -214,14 +214,7 @@ def sentences(layout: EngineLayout) -> Iterator[str]:
     yield f"{layout.engine}: {len(layout.ranks)} ranks, {pages}"
     for rank in layout.ranks:
         for shard in rank.shards:
-            axes = []
-            for axis, mapped in zip(layout.field_by_name[shard.field].axes, shard.geometry.axes, strict=True):
-                steps = ", ".join(
-                    f"{'on' if d.extent is None else d.extent} x {f'{d.page_step} page' if d.page_step else d.byte_step}"
-                    for d in mapped.digits
-                    if d.extent != 1
-                )
-                axes.append(f"{axis.name} {mapped.owned}" + (f" ({steps})" if steps else ""))
+            axes = map(str, shard.geometry.axes)
             size = layout.field_by_name[shard.field].element_bytes
             stride = shard.geometry.page_stride_bytes
             yield f"  rank {rank.rank} {shard.field}, {size} B from +{shard.offset_bytes}, page every {stride}: {'; '.join(axes)}"

@@ -6,8 +6,15 @@ digit first. Each digit advances some pages and some bytes:
     local = d0 + extent0 * (d1 + extent1 * (d2 + ...))
     page  = sum(d_i * page_step_i)        byte = sum(d_i * byte_step_i)
 
-One digit describes an ordinary axis, two describe a page or a tile, a last digit that advances nothing is the lap of
-a ring. Pages and bytes of different axes add up; the sum of pages is an index into a request's block table.
+Pages and bytes of different axes add up; the sum of pages is an index into a request's block table. Digits are printed as CuTe prints
+layouts, extents then steps, innermost first; `*` has no end, and a step `page` goes to the next page of the block table:
+
+| digits | what they describe |
+|---|---|
+| `(128):(2)` | 128 channels of 2 bytes, side by side |
+| `(16,*):(256,page)` | 16 tokens per page, 256 bytes apart; then the next page |
+| `(2,8,*):(2,64,page)` | the same 16 tokens in 8 pairs |
+| `(4,*):(512,0)` | a ring of 4 entries: its laps advance nothing |
 
 On a sequence axis (no end) the digits are, in order: those inside a page, at most one that advances one page per step,
 at most one lap. Anything else raises LayoutError.
@@ -44,20 +51,31 @@ class Digit(msgspec.Struct, frozen=True):
         if self.page_step < 0 or self.byte_step < 0:
             raise LayoutError(f"digit steps {self.page_step} pages and {self.byte_step} bytes: must not be negative")
 
-    def __str__(self) -> str:
-        extent = "without end" if self.extent is None else str(self.extent)
-        return f"{extent} every {self.page_step} pages and {self.byte_step} bytes"
-
 
 def digits_text(digits: Iterable[Digit]) -> str:
-    """Digits in one line for an error, innermost first."""
-    return ", then ".join(map(str, digits))
+    """Extents and steps, innermost first, as CuTe prints a layout.
+
+    >>> digits_text([Digit(16, 0, 256), Digit(None, 1, 0)])
+    '(16,*):(256,page)'
+    """
+    extents, steps = [], []
+    for digit in digits:
+        extents.append("*" if digit.extent is None else str(digit.extent))
+        pages = "page" if digit.page_step == 1 else f"{digit.page_step} pages"
+        parts = [pages] if digit.page_step else []
+        if digit.byte_step or not parts:
+            parts.append(str(digit.byte_step))
+        steps.append("+".join(parts))
+    return f"({','.join(extents)}):({','.join(steps)})"
 
 
 def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
     """The same map with the fewest digits: extents of one are dropped, a digit that continues the one before is merged.
 
     Post-condition: every local index has the page and byte that it had.
+
+    >>> digits_text(canonical((Digit(4, 0, 2), Digit(1, 0, 7), Digit(3, 0, 8), Digit(None, 1, 0))))
+    '(12,*):(2,page)'
     """
     merged: list[Digit] = []
     for digit in digits:
@@ -77,6 +95,16 @@ def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 
 class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
     """What a rank holds of one axis, and where: ownership plus digits, innermost first.
+
+    Every second turn of 4 tokens, in pages of 6. Coordinate 12 is the fifth that is held, its local index 4; 20 has the local index 8:
+
+    >>> from kvreshard.model.ownership import Cyclic
+    >>> token = AxisMap("token", Cyclic(4, 4, 8), (Digit(6, 0, 256), Digit(None, 1, 0)))
+    >>> print(token)
+    token 4 of every 8 from 4 (6,*):(256,page)
+    >>> local = token.owned.to_local(np.array([4, 12, 20]))
+    >>> local, *token.locate(local)
+    (array([0, 4, 8]), array([0, 0, 1]), array([   0, 1024,  512]))
 
     Raises LayoutError when the digits have fewer values than the ownership has coordinates, or (on an axis without
     end) are not pages of a fixed number of indices.
@@ -99,6 +127,9 @@ class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
             self._check_sequence()
         else:
             self._check_bounded(self.num_held, num_values)
+
+    def __str__(self) -> str:
+        return f"{self.axis} {self.owned} {digits_text(self.digits)}"
 
     @property
     def num_held(self) -> int | None:
