@@ -28,7 +28,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, PACKED_V4
@@ -77,6 +77,8 @@ class EngineSpec:
     interior: str = "cell"
     kernel: int | None = None
     pages: int | None = None
+    text: str = field(default="", compare=False)
+    """As it was written, for people."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in (*SIZES, "spec")}
@@ -122,6 +124,9 @@ class EngineSpec:
                 f"among them or with those of TP: use one of {', '.join(map(str, allowed))}"
             )
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def parse_engine(text: str) -> EngineSpec:
     """The engine of a text. Raises LayoutError naming key, value, the allowed values and the nearest match."""
@@ -160,7 +165,7 @@ def parse_engine(text: str) -> EngineSpec:
         raise LayoutError(
             "engine option 'interleave': without dcp no ranks share the sequence; leave it out, or give dcp"
         )
-    return EngineSpec(**given, page_of=tuple(page_of.items()))
+    return EngineSpec(**given, page_of=tuple(page_of.items()), text=text)
 
 
 def engine_keys() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvreshard.catalog import load
+from kvreshard.catalog import EngineSpec, load, parse_engine
 from kvreshard.cli.inputs import Draft, Pages, describe_engine, engine_option, model_option, warn, write_whole
 from kvreshard.cli.output import bytes_text, write_json
 from kvreshard.model import wire
@@ -20,7 +20,7 @@ from kvreshard.model.text import counted
 
 def describe(
     model: Annotated[str, model_option()],
-    engine: Annotated[str, engine_option("Engine, as in tp=4,pp=2,page=16,order=HND.")] = "tp=1",
+    engine: Annotated[EngineSpec, engine_option("Engine, as in tp=4,pp=2,page=16,order=HND.")] = parse_engine("tp=1"),  # noqa: B008 (frozen)
     name: Annotated[str, typer.Option(help="What messages call this engine.")] = "engine",
     draft: Draft = None,
     pages: Pages = None,

@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Column
 
-from kvreshard.catalog import load
+from kvreshard.catalog import EngineSpec, load
 from kvreshard.catalog.naming import named_like
 from kvreshard.cli import doctor_host as host
 from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version
@@ -33,7 +33,8 @@ from kvreshard.cli.inputs import (
     Described,
     InputError,
     called,
-    describe_side,
+    check_decode,
+    describe_engine,
     engine_option,
     find_lacking,
     model_option,
@@ -81,8 +82,8 @@ def doctor(
     ] = None,
     model: Annotated[str | None, model_option("This side's model: id of the catalog, or a config.json.")] = None,
     draft: Annotated[str | None, model_option("Model of this side's draft, where it has one: id or path.")] = None,
-    decode: Annotated[str | None, engine_option("This side decodes, as in tp=8; the peer prefills.")] = None,
-    prefill: Annotated[str | None, engine_option("This side prefills, as in tp=4; the peer decodes.")] = None,
+    decode: Annotated[EngineSpec | None, engine_option("This side decodes, as in tp=8; the peer prefills.")] = None,
+    prefill: Annotated[EngineSpec | None, engine_option("This side prefills, as in tp=4; the peer decodes.")] = None,
     key: Annotated[Path | None, typer.Option(help="This side's .key_secret file, for engines that want keys.")] = None,
     trusted: Annotated[Path | None, typer.Option(help="Directory of .key files to trust besides.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to be free here.")] = None,
@@ -132,8 +133,8 @@ def read_side(
     layout: Path | None,
     model: str | None,
     draft: str | None,
-    decode: str | None,
-    prefill: str | None,
+    decode: EngineSpec | None,
+    prefill: EngineSpec | None,
 ) -> Described | None:
     """This side, or None without options for it. Raises InputError or what the catalog refuses."""
     num_given = sum(value is not None for value in (layout, decode, prefill))
@@ -150,7 +151,10 @@ def read_side(
         return Described(mine, find_lacking(mine))
     if model is None:
         return None
-    return describe_side(load(model, draft), "decode" if decode else "prefill", str(decode or prefill))
+    if decode is not None:
+        check_decode(decode)
+        return describe_engine(load(model, draft), decode, "decode")
+    return describe_engine(load(model, draft), prefill or EngineSpec(), "prefill")
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:

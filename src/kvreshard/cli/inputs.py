@@ -53,8 +53,13 @@ def model_option(help_text: str = "Id of the catalog, or path of a config.json."
 
 
 def engine_option(help_text: str) -> Any:
-    """An option that takes an engine."""
-    return typer.Option(help=help_text, autocompletion=complete_engine)
+    """An option that takes an engine, as a text for `parse_engine`."""
+    return typer.Option(help=help_text, autocompletion=complete_engine, parser=_read_engine, metavar="ENGINE")
+
+
+def _read_engine(given: str | EngineSpec) -> EngineSpec:
+    """Typer parses what an option is by default, too."""
+    return given if isinstance(given, EngineSpec) else parse_engine(given)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -143,14 +148,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def describe_engine(
-    model: Model, engine: str, name: str, pages: int | None = None, num_tokens: int | None = None
+    model: Model, spec: EngineSpec, name: str, pages: int | None = None, num_tokens: int | None = None
 ) -> Described:
-    """The engine of a string such as `tp=2,order=HND`. Pools without a size hold at least `num_tokens` tokens."""
+    """The layout of an engine. Pools without a size hold at least `num_tokens` tokens."""
     if not is_name(name) or not name.strip():
         raise InputError(
             f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
         )
-    spec = parse_engine(engine)
     layout = describe(model, spec, name, pages)
     if num_tokens is not None and pages is None and spec.pages is None:
         needed = pages_needed(layout, 1, num_tokens)
@@ -159,17 +163,13 @@ def describe_engine(
     return Described(layout, judge(model, spec, name), tuple(_explain_pages(model, spec, layout)))
 
 
-def describe_side(
-    model: Model, side: Side, engine: str, pages: int | None = None, num_tokens: int | None = None
-) -> Described:
-    """One side of a pair. Raises InputError for a decode engine that our connector refuses (`kvreshard.vllm.start_check`)."""
-    spec = parse_engine(engine)
-    if side == "decode" and spec.pcp > 1 and spec.dcp == 1:
+def check_decode(spec: EngineSpec) -> None:
+    """Raises InputError for a decode engine that our connector refuses (`kvreshard.vllm.start_check`)."""
+    if spec.pcp > 1 and spec.dcp == 1:
         raise InputError(
-            f"--decode {escaped(engine, 60)}: the {spec.pcp} ranks of pcp={spec.pcp} hold the same, and the connector could load only one of "
-            f"them; write dcp={spec.pcp} too, or leave pcp out"
+            f"--decode {escaped(spec, 60)}: the {spec.pcp} ranks of pcp={spec.pcp} hold the same, and the connector could load only one of them; write "
+            f"dcp={spec.pcp} too, or leave pcp out"
         )
-    return describe_engine(model, engine, side, pages, num_tokens)
 
 
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def warn(found: tuple[str, ...]) -> None:
 
 def read_pair(
     model: str | None,
-    engines: Sequence[str | None],
+    engines: Sequence[EngineSpec | None],
     files: Sequence[Path | None] = (None, None),
     pages: int | None = None,
     draft: str | None = None,
@@ -261,7 +261,7 @@ def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
 def _read_side(
     read_model: Callable[[], Model] | None,
     side: Side,
-    engine: str | None,
+    engine: EngineSpec | None,
     file: Path | None,
     pages: int | None,
     num_tokens: int | None,
@@ -274,4 +274,6 @@ def _read_side(
         raise InputError(f"the {side} engine is missing; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
         raise InputError(f"--{side} {engine} needs a model; give --model ID or --model config.json")
-    return describe_side(read_model(), side, engine, pages, num_tokens)
+    if side == "decode":
+        check_decode(engine)
+    return describe_engine(read_model(), engine, side, pages, num_tokens)

@@ -23,6 +23,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from kvreshard.catalog import EngineSpec
 from kvreshard.cli.cells import name_copy
 from kvreshard.cli.inputs import (
     AsJson,
@@ -65,8 +66,8 @@ def plan(
         typer.Argument(help="Two layout files of `kvreshard describe`: prefill, then decode.", show_default=False),
     ] = None,
     model: Annotated[str | None, model_option()] = None,
-    prefill: Annotated[str | None, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = None,
-    decode: Annotated[str | None, engine_option("Decode engine, as in tp=8,order=HND.")] = None,
+    prefill: Annotated[EngineSpec | None, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = None,
+    decode: Annotated[EngineSpec | None, engine_option("Decode engine, as in tp=8,order=HND.")] = None,
     prefill_layout: LayoutFile = None,
     decode_layout: LayoutFile = None,
     draft: Draft = None,

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from kvreshard.catalog import load, parse_engine
+from kvreshard.catalog import EngineSpec, load, parse_engine
 from kvreshard.cli.cells import find_cell
 from kvreshard.cli.inputs import (
     AsJson,
@@ -72,8 +72,8 @@ class VerifyError(KvReshardError):
 
 def verify(
     model: Annotated[str, model_option()] = "gemma-4-26b-a4b",
-    prefill: Annotated[str, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = "tp=4",
-    decode: Annotated[str, engine_option("Decode engine, as in tp=8,order=HND.")] = "tp=8",
+    prefill: Annotated[EngineSpec, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = parse_engine("tp=4"),  # noqa: B008 (frozen)
+    decode: Annotated[EngineSpec, engine_option("Decode engine, as in tp=8,order=HND.")] = parse_engine("tp=8"),  # noqa: B008 (frozen)
     requests: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 512,
     layers: Annotated[
@@ -97,13 +97,13 @@ def verify(
     cost = read_cost_model(cost_model, device)
     if device != "cpu" and transport == "memory":
         raise InputError(f"--device {device} with --transport memory, which copies host memory only; drop one of them")
-    found, specs = load(model, draft), (parse_engine(prefill), parse_engine(decode))
-    fitted = fit(found, *specs, requests, tokens, layers)
+    found = load(model, draft)
+    fitted = fit(found, prefill, decode, requests, tokens, layers)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
     check_room(fitted, num_ranks if transport == "nixl" else 0)
     if transport == "nixl" and not yes:
         confirm_processes(num_ranks, len(os.sched_getaffinity(0)))
-    warnings = (*judge(found, specs[0], "prefill"), *judge(found, specs[1], "decode"))
+    warnings = (*judge(found, prefill, "prefill"), *judge(found, decode, "decode"))
     warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()

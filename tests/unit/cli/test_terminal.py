@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Column
 
-from kvreshard.catalog import MODELS
+from kvreshard.catalog import MODELS, EngineSpec
 from kvreshard.cli.inputs import read_pair
 from kvreshard.cli.models import read_model, show_model, show_models
 from kvreshard.cli.output import fit_columns, number_column, show_line, show_table
@@ -79,7 +79,7 @@ def test_the_catalog_fits_a_screen() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_plans_fit_80_columns(model: str) -> None:
-    pair = read_pair(model, ("tp=1", "tp=2,page=512"))
+    pair = read_pair(model, (EngineSpec(tp=1), EngineSpec(tp=2, page=512)))
     console, file = terminal(80)
     show_plan(console, explain(compile_routes(pair.prefill, pair.decode)), pair, None, details=False)
     assert max(map(len, file.getvalue().splitlines())) <= 80
