@@ -142,8 +142,7 @@ def _run_staged(
 
 
 def _staged(transfer: RankTransfer) -> RankTransfer:
-    choice = transfer.choice
-    return transfer if choice is None else transfer.chosen(replace(choice, way="staged", forced=True, is_open=False))
+    return replace(transfer, choice=replace(transfer.choice, way="staged", forced=True, is_open=False))
 
 
 def _listed(dst_rank: int, move: Move) -> CopyList:

@@ -324,7 +324,7 @@ def _ranks(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Iterat
 
 def _sentence(routes: list[Route]) -> str:
     transfers = [transfer for route in routes for transfer in route.transfers]
-    staged = sum(transfer.choice is not None and transfer.choice.way == "staged" for transfer in transfers)
+    staged = sum(transfer.choice.way == "staged" for transfer in transfers)
     readers = ", ".join(
         f"{route.dst_rank} from {'+'.join(map(str, route.src_ranks)) or 'none'}" for route in routes[:8]
     )

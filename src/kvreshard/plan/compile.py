@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
@@ -81,7 +82,7 @@ def _decide(transfer: RankTransfer, cost: CostModel, way: Way | None, budget: Bu
     pattern = transfer.pattern(transfer.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")
-    return transfer.chosen(choose(pattern, cost, way))
+    return replace(transfer, choice=choose(pattern, cost, way))
 
 
 def _transfer(

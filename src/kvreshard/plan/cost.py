@@ -119,17 +119,16 @@ def usual_cost(device: str) -> CostModel:
 class Choice(msgspec.Struct, frozen=True):
     """How a transfer is read, and why. Seconds and counts are for one page with all fields of the transfer.
 
-    `is_open`: a request decides anew, since neighbouring pages or batches may make staging pay.
+    `is_open`: a request decides anew, since neighbouring pages or batches may make staging pay. `model`: by which it was chosen.
     """
 
-    way: Way
-    forced: bool
-    direct_s: float
-    staged_s: float
-    num_runs: int
-    num_reads: int
-    run_bytes: int
-    max_gap_bytes: int
+    way: Way = "direct"
+    forced: bool = False
+    direct_s: float = 0.0
+    staged_s: float = 0.0
+    num_runs: int = 0
+    num_reads: int = 0
+    run_bytes: int = 0
     model: CostModel = CostModel()
     is_open: bool = False
 
@@ -162,7 +161,6 @@ def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Cho
         work.num_copies,
         work.num_reads,
         int(pattern.lengths.max()) if num_runs else 0,
-        model.max_gap_bytes,
         model,
         forced is None and model.may_prefer_staging(work.num_copies, work.num_bytes),
     )

@@ -191,10 +191,6 @@ def _collapse(readings: Iterable[Reading]) -> tuple[Reading, ...]:
 
 
 def _reading(transfer: RankTransfer) -> Reading:
-    if transfer.choice is None:
-        raise ValueError(
-            "a transfer without a choice of direct or staged; explain takes routes that compile_route made"
-        )
     parts = tuple(_part(axis) for axis in transfer.axes)
     return Reading((transfer.dst_rank,), transfer.src_rank, parts, transfer_bytes(transfer), transfer.choice)
 

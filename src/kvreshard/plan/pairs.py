@@ -97,10 +97,7 @@ class GroupPair:
         """The transfers by how they are read; None where a request decides."""
         found: dict[Way | None, list[RankTransfer]] = {}
         for transfer in self.transfers:
-            way: Way | None = "direct" if transfer.choice is None else transfer.choice.way
-            found.setdefault(None if transfer.choice is not None and transfer.choice.is_open else way, []).append(
-                transfer
-            )
+            found.setdefault(None if transfer.choice.is_open else transfer.choice.way, []).append(transfer)
         return tuple((way, tuple(transfers)) for way, transfers in found.items())
 
     def indices(self, intervals: Sequence[Tokens]) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from kvreshard.plan.bind import MIN_PAGED_COPIES, bind_ranges, gathered, group_a
 from kvreshard.plan.copies import Copies, PagedCopies
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.plan.stage import Batch, cost_model, pack, prefers_staging, stage
+from kvreshard.plan.stage import Batch, pack, prefers_staging, stage
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
@@ -45,4 +45,5 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
             else:
                 direct += bound
     copies = [one for aligned in group_aligned(direct) for one in aligned.copies(min_paged)]
-    return ReadPlan(tuple(gathered(copies)), tuple(pack(batches, staging_bytes, cost_model(route.transfers))))
+    packed = pack(batches, staging_bytes, route.transfers[0].choice.model) if batches else ()
+    return ReadPlan(tuple(gathered(copies)), tuple(packed))

@@ -124,9 +124,9 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
         return sum(one.count * runs for one, runs in zip(self.page_ranges, image.run_counts, strict=True))
 
 
-def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
+def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel = CostModel()) -> int:  # noqa: B008 (frozen)
     """How much one batch fills of a buffer where so much is staged, unless a single image is larger."""
-    least = FILL_BYTES if model is None else max(FILL_BYTES, model.least_batch_bytes)
+    least = max(FILL_BYTES, model.least_batch_bytes)
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
@@ -167,7 +167,7 @@ def _source_steps(transfer: RankTransfer, page_range: PageRange) -> list[int]:
 
 def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
     """Kept for the next request."""
-    max_gap_bytes = 0 if transfer.choice is None else transfer.choice.max_gap_bytes
+    max_gap_bytes = transfer.choice.model.max_gap_bytes
     key = "image", max_gap_bytes, overlaps
     return transfer.pattern_cache.get(
         transfer.bases,
@@ -216,8 +216,7 @@ def stage(
                 f"fields {transfer.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
                 "buffer or read directly"
             )
-        model = None if transfer.choice is None else transfer.choice.model
-        fill = fill_bytes(staging_bytes, len(staged.pages) * size * num_fields, model)
+        fill = fill_bytes(staging_bytes, len(staged.pages) * size * num_fields, transfer.choice.model)
         pages_each = min(len(staged.pages), max(1, fill // size))
         yield from _batches(staged, image, pages_each, max(1, fill // (size * pages_each)))
 
@@ -278,7 +277,7 @@ def _paths(transfer: RankTransfer, page_range: PageRange, runs: Iterable[Run]) -
         yield _Path(tuple(found), src_page[order], dst_at[order])
 
 
-def pack(batches: Iterable[Batch], staging_bytes: int, model: CostModel | None = None) -> Iterator[Batch]:
+def pack(batches: Iterable[Batch], staging_bytes: int, model: CostModel) -> Iterator[Batch]:
     """The same batches, neighbours of one source rank as one where they fit the buffer together."""
     waiting: list[Batch] = []
     filled, most = 0, fill_bytes(staging_bytes, model=model)
@@ -331,7 +330,7 @@ def _is_predicted_faster(
     bound: Sequence[PagedCopies],
     staging_bytes: int,
 ) -> bool:
-    model = cost_model(transfers)
+    model = transfers[0].choice.model
     aligned = group_aligned(bound)
     num_copies, num_bytes = sum(one.num_copies for one in aligned), sum(one.num_bytes for one in aligned)
     if not model.may_prefer_staging(num_copies, num_bytes):
@@ -350,9 +349,3 @@ def _is_predicted_faster(
         runs += num_fields * staged.num_runs(image)
     num_batches = max(1.0, read_bytes / fill_bytes(staging_bytes, read_bytes, model))
     return model.prefers_staging(Work(num_copies, num_bytes, reads + int(num_batches), read_bytes, runs, num_batches))
-
-
-def cost_model(transfers: Sequence[RankTransfer]) -> CostModel:
-    """The model by which the ways of some transfers were chosen."""
-    choice = transfers[0].choice if transfers else None
-    return CostModel() if choice is None else choice.model

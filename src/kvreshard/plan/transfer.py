@@ -7,7 +7,7 @@ tables come later, at bind. Its patterns depend only on where two pages overlap,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -67,7 +67,7 @@ class TransferAxis(msgspec.Struct, frozen=True):
 class RankTransfer:
     """Congruent fields that `dst_rank` reads from `src_rank`. Bases have shape (len(fields),), addresses in bytes.
 
-    `src_span`, `dst_span`: how either side's pages cut the sequence.
+    `src_span`, `dst_span`: how either side's pages cut the sequence. `choice`: how it is read; directly, unless `compile` decides otherwise.
     """
 
     src_rank: int
@@ -82,7 +82,7 @@ class RankTransfer:
     axes: tuple[TransferAxis, ...]
     src_span: Span
     dst_span: Span
-    choice: Choice | None = None
+    choice: Choice = Choice()  # noqa: RUF009 (frozen)
     pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False, repr=False)
 
     @cached_property
@@ -106,10 +106,6 @@ class RankTransfer:
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._refine(axis, overlap) for axis in self.axes])
-
-    def chosen(self, choice: Choice) -> RankTransfer:
-        """The same transfer, read in one way."""
-        return replace(self, choice=choice)
 
     def _refine(self, axis: TransferAxis, overlap: Overlap) -> list[Run]:
         if axis.extent is None:

@@ -132,7 +132,7 @@ def describe_route(route: Route) -> str:
     for transfer in route.transfers:
         num_fields[transfer.src_rank] = num_fields.get(transfer.src_rank, 0) + len(transfer.fields)
     sources = ", ".join(f"prefill rank {rank} ({count} fields)" for rank, count in sorted(num_fields.items()))
-    num_staged = sum(t.choice is not None and t.choice.way == "staged" for t in route.transfers)
+    num_staged = sum(t.choice.way == "staged" for t in route.transfers)
     how = f"{num_staged} staged" if num_staged else "direct"
     warnings = "".join(f"; {warning}" for warning in route.warnings)
     return f"decode rank {route.dst_rank} <- {sources or 'nothing'}: {len(route.transfers)} transfers, {how}{warnings}"
