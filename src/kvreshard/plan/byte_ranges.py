@@ -15,12 +15,16 @@ class ByteRanges(msgspec.Struct, frozen=True, eq=False):
     start: Int64s
     stop: Int64s
 
+    def __str__(self) -> str:
+        return " ".join(f"[{start}, {stop})" for start, stop in zip(self.start, self.stop, strict=True))
+
 
 def merged(start: Int64s, stop: Int64s, *, max_gap_bytes: int = 0) -> ByteRanges:
     """The same bytes as sorted ranges that lie more than `max_gap_bytes` apart; gaps up to that are included. Ranges may overlap.
 
-    merged([0, 4, 9], [3, 8, 10]): [0, 3), [4, 8), [9, 10)
-    merged([0, 4, 9], [3, 8, 10], max_gap_bytes=1): [0, 10)
+    >>> start, stop = np.array([9, 0, 4]), np.array([10, 3, 8])
+    >>> print(merged(start, stop), merged(start, stop, max_gap_bytes=1), sep=" and ")
+    [0, 3) [4, 8) [9, 10) and [0, 10)
     """
     if not len(start):
         return ByteRanges(start, stop)
@@ -32,7 +36,11 @@ def merged(start: Int64s, stop: Int64s, *, max_gap_bytes: int = 0) -> ByteRanges
 
 
 def subtract(whole: ByteRanges, taken: ByteRanges) -> ByteRanges:
-    """The parts of `whole` outside `taken`; both sorted and not touching."""
+    """The parts of `whole` outside `taken`; both sorted and not touching.
+
+    >>> print(subtract(ByteRanges(np.array([0, 20]), np.array([10, 30])), ByteRanges(np.array([4]), np.array([25]))))
+    [0, 4) [25, 30)
+    """
     if not len(whole.start):
         return whole
     edges = np.unique(np.concatenate([whole.start, whole.stop, taken.start, taken.stop]))

@@ -141,7 +141,9 @@ def continues(src: Int64s, dst: Int64s, length: Int64s) -> NDArray[np.bool_]:
 def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
     """Join neighbours that continue one another on both sides. A joined copy ends with the neighbour that reaches `max_bytes`.
 
-    coalesce([0, 4, 9], [50, 54, 58], [4, 4, 2], max_bytes=100): [0, 9], [50, 58], [8, 2]
+    >>> src, dst, length = np.array([0, 4, 9]), np.array([50, 54, 58]), np.array([4, 4, 2])
+    >>> coalesce(src, dst, length, max_bytes=100)
+    (array([0, 9]), array([50, 58]), array([8, 2]))
     """
     if len(src) < 2:
         return src, dst, length
@@ -155,7 +157,11 @@ def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tup
 
 
 def cut_long(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Copies of at most `max_bytes`: addresses, lengths, and the row that each comes from."""
+    """Copies of at most `max_bytes`: addresses, lengths, and the row that each comes from.
+
+    >>> cut_long(np.array([0, 50]), np.array([100, 150]), np.array([4, 10]), max_bytes=6)
+    (array([ 0, 50, 56]), array([100, 150, 156]), array([4, 6, 4]), array([0, 1, 1]))
+    """
     parts = -(-length // max_bytes)
     row = np.repeat(np.arange(len(length), dtype=np.int64), parts)
     before = max_bytes * (np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts))

@@ -25,7 +25,7 @@ from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, cut_long
 from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
-from kvreshard.plan.pattern import Bases
+from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.transfer import Overlap, RankTransfer, Span
 
 
@@ -147,13 +147,13 @@ class GroupPair:
         )
 
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
-        together: dict[tuple[int, ...], list[_Runs]] = {}
+        together: dict[tuple[int, ...], list[Pattern]] = {}
         for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
                 (transfer.src_page_stride_bytes, transfer.dst_page_stride_bytes),
             )
-            for src_step, dst_step, runs in _runs_by_page(transfer, page_range.overlap):
+            for src_step, dst_step, runs in transfer.pattern(page_range.overlap).by_page():
                 together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
             page = self._page(found, src_stride, dst_stride, page_range.recurs)
@@ -161,7 +161,7 @@ class GroupPair:
             content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, page.recurs, *columns
             yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
-    def _page(self, found: Sequence[_Runs], src_stride: int, dst_stride: int, recurs: bool) -> Page:
+    def _page(self, found: Sequence[Pattern], src_stride: int, dst_stride: int, recurs: bool) -> Page:
         """One entry per field and run."""
         src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
         dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
@@ -174,38 +174,11 @@ class GroupPair:
         return Page(src, dst, length, region, src_stride, dst_stride, *counts, recurs)
 
 
-class _Runs(msgspec.Struct, frozen=True, eq=False):
-    """Runs of a pattern between one page of either side, as `Pattern` has them."""
-
-    bases: Bases
-    src_offsets: Int64s
-    dst_offsets: Int64s
-    lengths: Int64s
-
-    @property
-    def run_bytes(self) -> int:
-        """Of all runs, 0 where they differ."""
-        return int(self.lengths[0]) if (self.lengths == self.lengths[0]).all() else 0
-
-
-def _runs_by_page(transfer: RankTransfer, overlap: Overlap) -> Iterator[tuple[int, int, _Runs]]:
-    """The runs of an overlap for each pair of pages of the spans that have some, by the pages' numbers in their spans."""
-    pattern = transfer.pattern(overlap)
-    if not len(pattern.lengths):
-        return
-    order = np.lexsort((pattern.dst_pages, pattern.src_pages))
-    src_pages, dst_pages = pattern.src_pages[order], pattern.dst_pages[order]
-    edges = 1 + np.flatnonzero((src_pages[1:] != src_pages[:-1]) | (dst_pages[1:] != dst_pages[:-1]))
-    for rows in np.split(order, edges):
-        columns = pattern.src_offsets[rows], pattern.dst_offsets[rows], pattern.lengths[rows]
-        yield int(pattern.src_pages[rows[0]]), int(pattern.dst_pages[rows[0]]), _Runs(pattern.bases, *columns)
-
-
 def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
     """Whether a transfer has anything of a page range."""
     along, low = transfer.along, np.array([page_range.first])
     return along is None or bool(
-        count_in_windows(along.chosen, along.dst.owned, low, low + page_range.overlap[2])[0] > 0
+        count_in_windows(along.chosen, along.dst.owned, low, low + page_range.overlap.length)[0] > 0
     )
 
 
@@ -237,20 +210,25 @@ def _sides(transfer: RankTransfer) -> tuple[Side, Side]:
 def cut(start: int, stop: int, src_size: int, dst_size: int) -> Iterator[tuple[Overlap, int, int, bool]]:
     """Cut indices at the edges of both sides' spans: overlap, first index, count, and whether both ends are edges.
 
-        cut(5, 70, 16, 32): (5, 5, 11) at 5; (0, 16, 16) at 16 and 48; (0, 0, 16) at 32; (0, 0, 6) at 64
+    Between its first and its last edge a range repeats every lcm(src_size, dst_size). Pages of 16 and of 32:
 
-    Between its first and its last edge a range repeats every lcm(src_size, dst_size).
+    >>> for overlap, first, count, recurs in cut(5, 70, 16, 32):
+    ...     print(first, count, recurs, overlap)
+    5 1 False Overlap(src_start=5, dst_start=5, length=11)
+    16 2 True Overlap(src_start=0, dst_start=16, length=16)
+    32 1 True Overlap(src_start=0, dst_start=0, length=16)
+    64 1 False Overlap(src_start=0, dst_start=0, length=6)
     """
     low = min(-(-start // size) * size for size in (src_size, dst_size))
     high = max(stop // size * size for size in (src_size, dst_size))
     if low > high:
         low, high = stop, stop
     if low > start:
-        yield (start % src_size, start % dst_size, low - start), start, 1, False
+        yield Overlap(start % src_size, start % dst_size, low - start), start, 1, False
     step, first = math.lcm(src_size, dst_size), low
     while first < min(high, low + step):
         last = min((first // size + 1) * size for size in (src_size, dst_size))
-        yield (first % src_size, first % dst_size, last - first), first, (high - last) // step + 1, True
+        yield Overlap(first % src_size, first % dst_size, last - first), first, (high - last) // step + 1, True
         first = last
     if stop > high:
-        yield (high % src_size, high % dst_size, stop - high), high, 1, False
+        yield Overlap(high % src_size, high % dst_size, stop - high), high, 1, False

@@ -13,7 +13,7 @@ two pages that overlap in more than `MAX_NESTS` nests of loops or `MAX_RUNS` run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -59,6 +59,23 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         """Bytes that the pattern moves over all its fields."""
         return int(np.add.reduce(self.lengths)) * len(self.bases.src)
 
+    @property
+    def run_bytes(self) -> int:
+        """The length of all runs, 0 where they differ."""
+        return int(self.lengths[0]) if (self.lengths == self.lengths[0]).all() else 0
+
+    def by_page(self) -> Iterator[tuple[int, int, Pattern]]:
+        """The runs of each pair of pages that has some: the page of either side, and a list of them alone."""
+        if not len(self.lengths):
+            return
+        order = np.lexsort((self.dst_pages, self.src_pages))
+        src_pages, dst_pages = self.src_pages[order], self.dst_pages[order]
+        edges = 1 + np.flatnonzero((src_pages[1:] != src_pages[:-1]) | (dst_pages[1:] != dst_pages[:-1]))
+        columns = self.src_offsets, self.dst_offsets, self.lengths, self.src_pages, self.dst_pages
+        for rows in np.split(order, edges):
+            listed = (column[rows] for column in columns)
+            yield int(self.src_pages[rows[0]]), int(self.dst_pages[rows[0]]), Pattern(self.bases, (), *listed)
+
     def cached_bytes(self) -> int:
         """About what it takes in memory."""
         nests = RUN_BYTES * sum(1 + len(run.loops) for run in self.runs)
@@ -67,7 +84,13 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
 
 
 def coalesce(length: int, loops: Sequence[Loop]) -> tuple[int, tuple[Loop, ...]]:
-    """Lengthen a run by every loop that continues it on both sides; join loops that continue one another."""
+    """Lengthen a run by every loop that continues it on both sides; join loops that continue one another.
+
+    Four channels of 2 bytes, and three heads that lie side by side at the source only:
+
+    >>> coalesce(2, [Loop(4, 2, 2), Loop(3, 8, 100)])
+    (8, (Loop(count=3, src_step=8, dst_step=100),))
+    """
     left = [loop for loop in loops if loop.count > 1]
     while True:
         grown = next((loop for loop in left if loop.src_step == length and loop.dst_step == length), None)
@@ -87,7 +110,14 @@ def coalesce(length: int, loops: Sequence[Loop]) -> tuple[int, tuple[Loop, ...]]
 
 
 def fuse(bases: Bases, length: int) -> Bases | None:
-    """Join fields whose bases lie `length` apart on both sides; None unless all join in equal numbers."""
+    """Join fields whose bases lie `length` apart on both sides; None unless all join in equal numbers.
+
+    K and V of two layers, of 16 bytes each: one run of 32 bytes at 0, and one at 100.
+
+    >>> region = np.zeros(4, dtype=np.int64)
+    >>> fuse(Bases(np.array([0, 16, 100, 116]), np.array([500, 516, 300, 316]), region), 16).src
+    array([  0, 100])
+    """
     if len(bases.src) < 2:
         return None
     src, dst, region = bases.src, bases.dst, bases.region

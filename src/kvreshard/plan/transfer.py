@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,8 +30,13 @@ LAPS_LOOKED_AT = 8
 OVERLAPS_LOOKED_AT = 32
 MAX_CUTS = 1 << 14
 
-Overlap = tuple[int, int, int]
-"""Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
+
+class Overlap(NamedTuple):
+    """Where one page lies over another: the first coordinate that both have, counted from the start of either side's span, and how many."""
+
+    src_start: int
+    dst_start: int
+    length: int
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -127,7 +133,7 @@ class RankTransfer:
 
     def overlap_of(self, low: int, high: int) -> Overlap:
         """A window in the spans of both sides."""
-        return low % self.src_span.indices, low % self.dst_span.indices, high - low
+        return Overlap(low % self.src_span.indices, low % self.dst_span.indices, high - low)
 
     def work(self, low: int, high: int) -> tuple[int, int]:
         """For a window as a pattern's: how many cuts it has along all axes, and how many stretches are kept, at most."""
