@@ -27,7 +27,7 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.ownership import Cyclic
-from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
+from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, Loops, page_loops, page_runs
 from kvreshard.model.rank import MAX_ADDRESS, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.slab_check import check_slabs
 
@@ -42,11 +42,11 @@ LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
 class Page(NamedTuple):
     """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and their first and last byte.
 
-    `number`: equal for equal runs. `form`: equal if group and page stride are equal too.
+    `number`: equal for pages with equal runs and loops. `paging`: group and page stride.
     """
 
     number: int
-    form: int
+    paging: tuple[str, int]
     runs: Int64s
     start: int
     stop: int
@@ -82,7 +82,7 @@ def check_layout(
         _check_regions(rank)
         _check_numbers(rank, kinds)
         found = [pages.of(rank, field, rank.geometries[number]) for field, number in kinds.fields]
-        placed = rank.template, *(page.form for page in found)
+        placed = rank.template, *((page.number, page.paging) for page in found)
         if placed not in checked:
             _check_places(group_by_name, rank, [found[kind] for kind in kinds.which], pairs)
             checked.add(placed)
@@ -119,10 +119,8 @@ class _Pages:
         self._engine, self._groups, self._kind_of, self._num_runs = engine, groups, kind_of, 0
         self._fields = {field.name: field for field in fields}
         self._known: dict[tuple[int, Geometry], Page] = {}
-        self._of_loops: dict[object, tuple[int, Int64s]] = {}
-        self._numbers: dict[bytes, int] = {}
+        self._runs: dict[tuple[int, Loops], tuple[int, Int64s]] = {}
         self._spans: dict[tuple[int, int, AxisMap], int | None] = {}
-        self._forms: dict[object, int] = {}
 
     def of(self, rank: Rank, name: str, geometry: Geometry) -> Page:
         """A page of a field. Raises LayoutError."""
@@ -139,20 +137,17 @@ class _Pages:
         if group is None:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
         self._check_geometry(where, field, kind, geometry, group)
-        run_bytes, loops = page_loops(field.element_bytes, geometry)
-        self._num_runs += prod([count for _, count in loops])
+        shape = page_loops(field.element_bytes, geometry)
+        self._num_runs += prod([count for _, count in shape[1]])
         if self._num_runs > MAX_RUNS_PER_LAYOUT:
             raise LayoutError(
                 f"{where}: the pages of engine '{self._engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
                 "pieces over all its kinds of shards; more are refused"
             )
-        key = run_bytes, loops
-        if key not in self._of_loops:
-            runs = page_runs(where, geometry, run_bytes, loops)
-            self._of_loops[key] = self._numbers.setdefault(runs.tobytes(), len(self._numbers)), runs
-        number, runs = self._of_loops[key]
-        form = self._forms.setdefault((number, geometry.group, geometry.page_stride_bytes), len(self._forms))
-        return Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
+        if shape not in self._runs:
+            self._runs[shape] = len(self._runs), page_runs(where, geometry, *shape)
+        number, runs = self._runs[shape]
+        return Page(number, (geometry.group, geometry.page_stride_bytes), runs, int(runs[0, 0]), int(runs[-1, 1]))
 
     def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
         """Geometries mostly share all of their maps but one, so each map is checked once per kind of field."""
