@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,28 +34,17 @@ from kvreshard.plan.route import Route
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
-class UsedPages(msgspec.Struct, frozen=True, eq=False):
-    """Entries `[start, stop)` of one group's block table `pages`, or those that `chosen` says where that is no stretch."""
+class Used(NamedTuple):
+    """A group's block table, and which of its entries are read or written."""
 
     group: Group
     pages: Int64s
-    start: int
-    stop: int
-    chosen: NDArray[np.bool_] | None = None
+    entries: NDArray[np.bool_]
 
     @property
     def ids(self) -> Int64s:
         """The page ids."""
-        return self.pages[self.start : self.stop] if self.chosen is None else self.pages[self.chosen]
-
-    def union(self, other: UsedPages) -> UsedPages:
-        """The entries of both, each once; both of the same table."""
-        if (self.start, self.stop) == (other.start, other.stop) and self.chosen is other.chosen is None:
-            return self
-        chosen = np.zeros(len(self.pages), dtype=bool)
-        for one in (self, other):
-            chosen[slice(one.start, one.stop) if one.chosen is None else one.chosen] = True
-        return UsedPages(self.group, self.pages, 0, len(chosen), chosen)
+        return self.pages[self.entries]
 
 
 def check_request(route: Route, request: Request) -> None:
@@ -63,7 +52,8 @@ def check_request(route: Route, request: Request) -> None:
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     _check_group_names(route, request)
-    used: tuple[list[UsedPages], list[UsedPages]] = [], []
+    src_used: dict[str, Used] = {}
+    dst_used: dict[str, Used] = {}
     for pair in route.pairs:
         name = pair.dst.group.name
         if name not in request.intervals:
@@ -77,16 +67,21 @@ def check_request(route: Route, request: Request) -> None:
         )
         if pair.is_state:
             _check_state(pair, *tables)
-        for side, table, found in zip((pair.src, pair.dst), tables, used, strict=True):
+        for side, table, used in zip((pair.src, pair.dst), tables, (src_used, dst_used), strict=True):
+            if side.group.name not in used:
+                used[side.group.name] = Used(side.group, table.pages, np.zeros(len(table.pages), dtype=bool))
+            entries = used[side.group.name].entries
             if side.owned is None or pair.sequence is None:
-                found.append(UsedPages(side.group, table.pages, 0, 1))
+                entries[:] = True
                 continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
-                found.append(_pages(pair.sequence, side, side.owned, table, interval))
-    _check_ids("source", used[0])
-    _check_ids("destination", used[1])
-    _check_used_once(route, used[1], request)
+                start, stop = _entries(pair.sequence, side, side.owned, table, interval)
+                entries[start:stop] = True
+    for what, of_side in (("source", src_used), ("destination", dst_used)):
+        for used_pages in of_side.values():
+            _check_ids(used_pages.group, used_pages.ids, what)
+    _check_used_once(route, dst_used, request)
 
 
 def _check_group_names(route: Route, request: Request) -> None:
@@ -128,13 +123,13 @@ def _check_tokens(side: Side, table: PageTable, intervals: Sequence[Tokens]) -> 
         )
 
 
-def _pages(sequence: Axis, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> UsedPages:
-    """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
+def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> tuple[int, int]:
+    """The entries `[start, stop)` of the table that an interval touches on one side; whether the pages exist is not checked yet."""
     group, span = side.group, side.span
     start, stop = sequence.indices_of(*interval)
     first, last = owned.count_below(start), owned.count_below(stop) - 1
     if last < first:
-        return UsedPages(group, table.pages, 0, 0)
+        return 0, 0
     if span.ring_pages is not None and span.capacity is not None:
         _, absorbed = sequence.indices_of(0, table.num_tokens)
         if absorbed - start > span.capacity:
@@ -146,32 +141,18 @@ def _pages(sequence: Axis, side: Side, owned: Ownership, table: PageTable, inter
             raise BindError(
                 f"group '{group.name}': the {side.name} gives {len(table.pages)} pages for a ring of {span.ring_pages}"
             )
-        return UsedPages(group, table.pages, 0, span.ring_pages)
+        return 0, span.ring_pages
     low, high = first // side.indices_per_page, last // side.indices_per_page + 1
     if low < table.first_page or high > table.first_page + len(table.pages):
         raise BindError(
             f"group '{group.name}': tokens [{interval[0]}, {interval[1]}) need the {side.name}'s pages [{low}, {high}), but "
             f"its block table has pages [{table.first_page}, {table.first_page + len(table.pages)})"
         )
-    return UsedPages(group, table.pages, low - table.first_page, high - table.first_page)
+    return low - table.first_page, high - table.first_page
 
 
-def _check_ids(side: str, used: Sequence[UsedPages]) -> None:
-    """Every id inside its pool, and none the null page. All groups of one pool size at once, which is the usual case."""
-    by_size: defaultdict[tuple[int, int | None], list[UsedPages]] = defaultdict(list)
-    for one in used:
-        if one.stop > one.start:
-            by_size[one.group.num_pages, one.group.null_page].append(one)
-    for (num_pages, null_page), found in by_size.items():
-        pages = joined([one.ids for one in found])
-        low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
-        if low >= 0 and high < num_pages and (null_page is None or not low <= null_page <= high):
-            continue
-        for one in found:
-            _check_each_id(one.group, one.ids, side)
-
-
-def _check_each_id(group: Group, pages: Int64s, side: str) -> None:
+def _check_ids(group: Group, pages: Int64s, side: str) -> None:
+    """Every id inside its pool, and none the null page."""
     outside = (pages < 0) | (pages >= group.num_pages)
     if outside.any():
         raise BindError(
@@ -185,12 +166,8 @@ def _check_each_id(group: Group, pages: Int64s, side: str) -> None:
         )
 
 
-def _check_used_once(route: Route, used: Sequence[UsedPages], request: Request) -> None:
+def _check_used_once(route: Route, written: Mapping[str, Used], request: Request) -> None:
     """No page of a pool is written or called new by two groups, or twice by one."""
-    written: dict[str, UsedPages] = {}
-    for one in used:
-        known = written.get(one.group.name)
-        written[one.group.name] = one if known is None else known.union(one)
     by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
     for group in route.dst_groups:
         new = _new_pages(group, request) if request.dst_new_pages else _NO_PAGES
@@ -228,5 +205,5 @@ def _new_pages(group: Group, request: Request) -> Int64s:
         raise BindError(
             f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
         )
-    _check_each_id(group, new_pages, "destination")
+    _check_ids(group, new_pages, "destination")
     return new_pages
