@@ -1,10 +1,9 @@
 """From a request's block tables to the copies that are posted directly.
 
-No loop over pages, no geometry: page ranges of a request that overlap alike are one `Page` and two arrays of page ids (`pairs`).
+No loop over pages, no geometry: `GroupPair.copies` gives `PagedCopies`, a page and two arrays of page ids wherever a request overlaps alike.
 
-1. `bind_ranges` looks up the pages of each page range.
-2. `group_aligned` puts pages together whose entries lie alike, in the source's order: a copy of one may continue a copy of another.
-3. Copies that are many and scattered stay pages: one `PagedCopies` for each. Where neighbours continue one another, or there are few,
+1. `group_aligned` puts pages together whose entries lie alike, in the source's order: a copy of one may continue a copy of another.
+2. Copies that are many and scattered stay pages: one `PagedCopies` for each. Where neighbours continue one another, or there are few,
    addresses are listed and joined (`AlignedPages.listed`).
 """
 
@@ -19,10 +18,8 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
-from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.plan.transfer import RankTransfer
 
 # A prepared page costs a transport some calls of its own, worth it from a few hundred copies on.
 MIN_PAGED_COPIES = 256
@@ -112,23 +109,8 @@ def _bind(route: Route, request: Request) -> Iterator[CopyList]:
     for pair in route.pairs:
         page_ranges = pair.page_ranges(request)
         for transfer in pair.transfers:
-            for aligned in group_aligned(bind_ranges(pair, (transfer,), page_ranges)):
+            for aligned in group_aligned(pair.copies(page_ranges, (transfer,))):
                 yield aligned.listed(1 << 62)
-
-
-def bind_ranges(
-    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Iterable[PageRange]
-) -> Iterator[PagedCopies]:
-    """What some transfers of a pair copy of some page ranges, page by page."""
-    for page_range in page_ranges:
-        src_ids: dict[int, Int64s] = {}
-        dst_ids: dict[int, Int64s] = {}
-        for of in pair.pages(page_range, transfers):
-            if of.src_step not in src_ids:
-                src_ids[of.src_step] = page_range.page_ids(page_range.src, pair.src.span, of.src_step)
-            if of.dst_step not in dst_ids:
-                dst_ids[of.dst_step] = page_range.page_ids(page_range.dst, pair.dst.span, of.dst_step)
-            yield PagedCopies(of.src_rank, of.dst_rank, of.page, src_ids[of.src_step], dst_ids[of.dst_step])
 
 
 def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:

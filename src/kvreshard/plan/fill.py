@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.rank import Group, Rank
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import bind_ranges
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
 from kvreshard.plan.copies import CopyList, Int64s
 from kvreshard.plan.pairs import GroupPair
@@ -99,7 +98,7 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
-    for bound in bind_ranges(pair, pair.transfers, pair.page_ranges(request)):
+    for bound in pair.copies(pair.page_ranges(request), pair.transfers):
         wanted = np.isin(bound.dst_page, pages)
         if wanted.any():
             yield replace(bound, src_page=bound.src_page[wanted], dst_page=bound.dst_page[wanted]).flat()

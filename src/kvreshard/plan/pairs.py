@@ -4,6 +4,7 @@
 2. `cut` divides token indices at the pages of both sides. Stretches that overlap alike are a `PageRange`: a strided slice of both tables.
 3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page`: their copies differ
    between requests by page ids only. Pages are computed at first use and kept (`pattern_cache`).
+4. `GroupPair.copies` looks up the page ids of every page range: here block tables become `PagedCopies`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, cut_long
+from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, PagedCopies, cut_long
 from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
 from kvreshard.plan.pattern import Pattern
@@ -145,6 +146,18 @@ class GroupPair:
         return transfers[0].pattern_cache.get(
             self, key, lambda: tuple(self._make_pages(page_range, transfers)), _cached_bytes
         )
+
+    def copies(self, page_ranges: Iterable[PageRange], transfers: tuple[RankTransfer, ...]) -> Iterator[PagedCopies]:
+        """What some of the transfers copy of some page ranges, page by page."""
+        for page_range in page_ranges:
+            src_ids: dict[int, Int64s] = {}
+            dst_ids: dict[int, Int64s] = {}
+            for of in self.pages(page_range, transfers):
+                if of.src_step not in src_ids:
+                    src_ids[of.src_step] = page_range.page_ids(page_range.src, self.src.span, of.src_step)
+                if of.dst_step not in dst_ids:
+                    dst_ids[of.dst_step] = page_range.page_ids(page_range.dst, self.dst.span, of.dst_step)
+                yield PagedCopies(of.src_rank, of.dst_rank, of.page, src_ids[of.src_step], dst_ids[of.dst_step])
 
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
         together: dict[tuple[int, ...], list[Pattern]] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import MIN_PAGED_COPIES, bind_ranges, gathered, group_aligned
+from kvreshard.plan.bind import MIN_PAGED_COPIES, gathered, group_aligned
 from kvreshard.plan.copies import Copies, PagedCopies
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
@@ -37,7 +37,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
     for pair in route.pairs:
         page_ranges = pair.page_ranges(request)
         for way, transfers in pair.by_way if page_ranges else ():
-            bound = [] if way == "staged" and staging_bytes else list(bind_ranges(pair, transfers, page_ranges))
+            bound = [] if way == "staged" and staging_bytes else list(pair.copies(page_ranges, transfers))
             if staging_bytes and (
                 way == "staged" or (way is None and prefers_staging(pair, transfers, page_ranges, bound, staging_bytes))
             ):

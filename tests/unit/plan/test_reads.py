@@ -15,7 +15,6 @@ from kvreshard.plan.bind import (
     MIN_JOINED_BYTES,
     SHARED_COPIES,
     SPLIT_BYTES,
-    bind_ranges,
     group_aligned,
     max_joined_bytes,
 )
@@ -329,7 +328,7 @@ def test_copies_are_counted_as_they_would_be_listed(sizes: tuple[int, int]) -> N
     tables = {src_group.name: PageTable(pages[0], 1999)}, {dst_group.name: PageTable(pages[1], 1999)}
     request = Request(*tables, {dst_group.name: [(5, 1999)]}, {})
     (pair_of_groups,) = compile_route(src, dst, 0).pairs
-    aligned = group_aligned(bind_ranges(pair_of_groups, pair_of_groups.transfers, pair_of_groups.page_ranges(request)))
+    aligned = group_aligned(pair_of_groups.copies(pair_of_groups.page_ranges(request), pair_of_groups.transfers))
     assert aligned
     for one in aligned:
         listed = one.listed(1 << 60)
