@@ -25,12 +25,12 @@ from kvreshard.plan.match import match_fields
 from kvreshard.plan.pattern import Bases
 from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
-from kvreshard.plan.transfer import OVERLAPS_LOOKED_AT, RankTransfer, Span, TransferAxis
+from kvreshard.plan.transfer import RankTransfer, Span, TransferAxis
 
 # Steps of a transfer, each of its fields, and each other transfer of the same fields, with which the proof compares it.
 TRANSFER_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
-# Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
-TURN_STEPS, CUT_STEPS, HELD_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
+# Where two pages overlap: of each nest of loops and run.
+NEST_STEPS, RUN_STEPS = 1000, 40
 
 
 def compile_route(
@@ -72,16 +72,9 @@ def compile_route(
 
 def _decide(transfer: RankTransfer, cost: CostModel, way: Way | None, budget: Budget) -> RankTransfer:
     """The transfer with the way that costs less for a typical page. Raises LayoutMismatch where finding a page's runs takes too long."""
-    field, along = transfer.fields[0], transfer.along
-    longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
-    turns = OVERLAPS_LOOKED_AT * (min(transfer.src_span.indices, transfer.dst_span.indices) // longest + 1)
-    budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
-    window = transfer.typical_window()
-    cuts, held = transfer.work(*window)
-    budget.spend(field, CUT_STEPS * cuts + HELD_STEPS * held, "pages that cut one another into too many intervals")
-    pattern = transfer.pattern(transfer.overlap_of(*window))
+    pattern = transfer.typical_pattern(budget)
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
-    budget.spend(field, steps, "pages that overlap in too many runs")
+    budget.spend(transfer.fields[0], steps, "pages that overlap in too many runs")
     return replace(transfer, choice=choose(pattern, cost, way))
 
 

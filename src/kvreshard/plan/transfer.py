@@ -18,6 +18,7 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Coordinates, Ownership
 from kvreshard.model.rank import Group
+from kvreshard.plan.budget import Budget
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, count_in_windows
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
@@ -29,6 +30,8 @@ LAPS_LOOKED_AT = 8
 # Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
 OVERLAPS_LOOKED_AT = 32
 MAX_CUTS = 1 << 14
+# Steps of each turn that is looked at; of each cut between two pages, and of each stretch that both hold.
+TURN_STEPS, CUT_STEPS, HELD_STEPS = 10, 20, 300
 
 
 class Overlap(NamedTuple):
@@ -131,12 +134,23 @@ class RankTransfer:
         fullest = np.argmax(count_in_windows(along.chosen, along.dst.owned, *windows))
         return int(windows[0][fullest]), int(windows[1][fullest])
 
+    def typical_pattern(self, budget: Budget) -> Pattern:
+        """The pattern of `typical_window`. Raises LayoutMismatch where finding the window, or the runs in it, takes too long."""
+        name, along = self.fields[0], self.along
+        longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
+        turns = OVERLAPS_LOOKED_AT * (min(self.src_span.indices, self.dst_span.indices) // longest + 1)
+        budget.spend(name, TURN_STEPS * turns, "pages of too many turns")
+        low, high = self.typical_window()
+        cuts, held = self._predict(low, high)
+        budget.spend(name, CUT_STEPS * cuts + HELD_STEPS * held, "pages that cut one another into too many intervals")
+        return self.pattern(self.overlap_of(low, high))
+
     def overlap_of(self, low: int, high: int) -> Overlap:
         """A window in the spans of both sides."""
         return Overlap(low % self.src_span.indices, low % self.dst_span.indices, high - low)
 
-    def work(self, low: int, high: int) -> tuple[int, int]:
-        """For a window as a pattern's: how many cuts it has along all axes, and how many stretches are kept, at most."""
+    def _predict(self, low: int, high: int) -> tuple[int, int]:
+        """Of the pattern of a window, at most: how many cuts it has along all axes, and how many stretches are kept."""
         overlap = self.overlap_of(low, high)
         cuts, held = 0, 0
         for axis in self.axes:
