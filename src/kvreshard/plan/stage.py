@@ -39,8 +39,7 @@ MAX_SMALL_BATCHES = 32
 class Image(msgspec.Struct, frozen=True, eq=False):
     """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in an image of `image_bytes`.
 
-    `runs`: for each overlap those out of the image; their `src_byte` is one of the image. `run_counts`: for each overlap its runs, of one
-    field, before they were put into loops.
+    `runs`: for each overlap those out of the image, of one field; their `src_byte` is one of the image.
     """
 
     bases: Bases
@@ -48,7 +47,6 @@ class Image(msgspec.Struct, frozen=True, eq=False):
     lengths: Int64s
     image_bytes: int
     runs: tuple[tuple[Run, ...], ...]
-    run_counts: tuple[int, ...]
 
     def cached_bytes(self) -> int:
         """About what it takes in memory."""
@@ -121,7 +119,10 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
     def num_runs(self, image: Image) -> int:
         """Runs that are moved of one field."""
-        return sum(one.count * runs for one, runs in zip(self.page_ranges, image.run_counts, strict=True))
+        return sum(
+            one.count * sum([run.num_repeats for run in runs])
+            for one, runs in zip(self.page_ranges, image.runs, strict=True)
+        )
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel = CostModel()) -> int:  # noqa: B008 (frozen)
@@ -191,7 +192,6 @@ def make_image(patterns: Sequence[Pattern], max_gap_bytes: int) -> Image:
         lengths,
         int(lengths.sum()),
         tuple(tuple(_image_runs(pattern, boxes.start, image_offsets)) for pattern in patterns),
-        tuple(len(pattern.lengths) for pattern in patterns),
     )
 
 

@@ -39,7 +39,7 @@ def test_bytes_that_several_destination_pages_want_are_read_once() -> None:
     assert (image.offsets.tolist(), image.lengths.tolist(), image.image_bytes) == ([0], [64], 64)
     found = [[(run.dst_page, run.src_byte, run.dst_byte) for run in runs] for runs in image.runs]
     assert found == [[(0, 0, 0)], [(1, 0, 96)], [(0, 32, 64)]]
-    assert image.run_counts == (1, 1, 1)
+    assert [[run.num_repeats for run in runs] for runs in image.runs] == [[1], [1], [1]]
 
 
 def test_runs_that_repeat_are_one_run_with_loops() -> None:
