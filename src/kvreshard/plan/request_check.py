@@ -153,13 +153,15 @@ def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, int
 
 def _check_ids(group: Group, pages: Int64s, side: str) -> None:
     """Every id inside its pool, and none the null page."""
-    outside = (pages < 0) | (pages >= group.num_pages)
-    if outside.any():
+    if not len(pages):
+        return
+    low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
+    if low < 0 or high >= group.num_pages:
         raise BindError(
-            f"group '{group.name}': the {side}'s block table names page {int(pages[outside][0])}, but its pool "
+            f"group '{group.name}': the {side}'s block table names page {low if low < 0 else high}, but its pool "
             f"'{group.pool}' has pages [0, {group.num_pages})"
         )
-    if group.null_page is not None and (pages == group.null_page).any():
+    if group.null_page is not None and low <= group.null_page <= high and (pages == group.null_page).any():
         raise BindError(
             f"group '{group.name}': the {side}'s block table has the null page {group.null_page} inside the tokens to "
             "be moved; move only tokens whose pages exist"
