@@ -367,7 +367,7 @@ class Endpoint:
         if isinstance(outcome, Failure):
             self._record_failure(job.observer, load, peer, outcome)
             if peer is not None and outcome.kind == "transfer":
-                self._peers.forget(load.remote, peer)
+                self._peers.retire(peer)
             elif peer is not None and outcome.kind == "timeout":
                 self._peers.check(me, peer)  # gone or slow; others may be reading from it
         job.observer.ended(outcome)

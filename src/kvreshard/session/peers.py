@@ -8,8 +8,9 @@ The outcome is a `Peer` or an error. Both are kept, an error for `retry_s`, so t
 one peer, whatever addresses it is asked at. At most `MAX_PER_HOST` engines of one host are asked at once: whoever may send requests names
 hosts, and one that never answers must not take all handshakes.
 
-A peer is forgotten when a transfer with it has failed, when nothing was read from it for `peer_ttl_s`, and when it does not answer any more
-after a load from it did not end in time, or another instance of the engine was met. One that answers is kept: other loads read from it.
+A peer is forgotten when nothing was read from it for `peer_ttl_s`, and when it does not answer any more after a load from it did not end in
+time, or another instance of the engine was met. One that answers is kept: other loads read from it. One with which a transfer has failed is
+met anew (`retire`), once the other loads that read from it have ended.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ MAX_REFUSED = 16
 MAX_WARNED = 1000
 # More than the engines of one machine that can start at one moment.
 MAX_PER_HOST = 32
+# Longer than most loads take. If the connection is broken, the others will not end by themselves.
+RETIRE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
     """An engine that is met, is being met, or could not be met.
 
-    `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `checked`:
-    other instances of the engine that were asked whether they are still there, since this one has answered.
+    `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `is_other_address`:
+    the instance was met at another address, and this is its second name. `checked`: other instances of the engine that were asked whether they
+    are still there, since this one has answered.
     """
 
     used_s: float
@@ -57,13 +61,23 @@ class _Known:
     peer: Future[Peer] = field(default_factory=Future)
     reply: Future[bytes] | None = None
     failed_s: float | None = None
+    is_other_address: bool = False
     checked: set[RemoteEngine] = field(default_factory=set)
 
     @property
     def found(self) -> Peer | None:
-        """The peer if it is met."""
+        """The peer if it is met under this reference."""
         is_met = self.peer.done() and not self.peer.cancelled() and self.peer.exception() is None
-        return self.peer.result() if is_met else None
+        return self.peer.result() if is_met and not self.is_other_address else None
+
+
+@dataclass(slots=True)
+class _Retired:
+    """A peer that is met anew when its loads have ended, or at `until_s`. `waiting`: who wants it then."""
+
+    peer: Peer
+    until_s: float
+    waiting: list[tuple[LocalRank, RemoteEngine, _Known]] = field(default_factory=list)
 
 
 class Peers:
@@ -84,8 +98,10 @@ class Peers:
         self._options, self._clock, self._wake, self._connect = options, clock, wake, connect
         self._on_handshake = on_handshake
         self._known: dict[RemoteEngine, _Known] = {}
-        # Those that are met, by engine and instance id. The lock is for it and for `_num_of_host`.
+        self._retired: dict[tuple[str, str], _Retired] = {}
+        # Those that are met, by engine and instance id; and those that are being connected to. The lock is for them and for `_num_of_host`.
         self._met: dict[str, dict[str, RemoteEngine]] = {}
+        self._connecting: dict[tuple[str, str], _Known] = {}
         self._num_of_host: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._swept_s = clock()
@@ -100,20 +116,33 @@ class Peers:
         remote = self._canonical(remote)
         now_s = self._clock()
         known = self._known.get(remote)
-        if known is not None and (known.failed_s is None or now_s < known.failed_s + self._options.retry_s):
+        is_second_name = (
+            known is not None and known.is_other_address and known.peer.done()
+        )  # of one that is not met any more
+        if (
+            known is not None
+            and not is_second_name
+            and (known.failed_s is None or now_s < known.failed_s + self._options.retry_s)
+        ):
             known.used_s = now_s
             if known.found is not None:
                 self._check_others(me, remote, known)
             return known.peer
         known = self._known[remote] = _Known(now_s, now_s)
+        if remote.name in self._retired:
+            self._retired[remote.name].waiting.append((me, remote, known))
+        else:
+            self._ask(me, remote, known)
+        return known.peer
+
+    def _ask(self, me: LocalRank, remote: RemoteEngine, known: _Known) -> None:
         host = remote.address.host
         if not self._count(host):
             text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
             self._end(known, HandshakeError(text))
-            return known.peer
+            return
         known.reply = reply = self._request_metadata(me, remote)
         reply.add_done_callback(lambda reply: self._on_reply(me, remote, reply, known))
-        return known.peer
 
     def met(self, remote: RemoteEngine) -> Peer | None:
         """The peer if it is met."""
@@ -135,12 +164,20 @@ class Peers:
         if known is not None and known.reply is not None and known.reply.cancel():
             self._drop(remote)
 
-    def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
-        """Drop a peer that has failed; the next request meets it anew. With `peer`, only if it is still that one."""
-        remote = self._canonical(remote)
+    def forget(self, peer: Peer) -> None:
+        """Drop a peer that is gone; the next request meets it anew."""
+        remote = self._canonical(peer.remote)
         known = self._known.get(remote)
-        if known is not None and (peer is None or known.found is peer):
+        if known is not None and known.found is peer:
             self._forget(remote, known)
+
+    def retire(self, peer: Peer) -> None:
+        """Meet a peer anew with which a transfer has failed. A later `sweep` disconnects it, when no other load reads from it any more."""
+        remote = self._canonical(peer.remote)
+        known = self._known.get(remote)
+        if known is not None and known.found is peer:
+            self._drop(remote)
+            self._retired[remote.name] = _Retired(peer, self._clock() + RETIRE_S)
 
     def check(self, me: LocalRank, peer: Peer) -> None:
         """Ask whether a peer is still there; a later `sweep` forgets one that is not."""
@@ -160,11 +197,20 @@ class Peers:
                         peer.remote,
                         extra=fields("peer_gone", **peer.remote.log_fields),
                     )
-                    self.forget(peer.remote, peer)
+                    self.forget(peer)
         now_s = self._clock()
+        if not self._retired and now_s < self._swept_s + SWEEP_S:
+            return
+        used = in_use()
+        for name, retired in list(self._retired.items()):
+            if retired.peer not in used or now_s >= retired.until_s:
+                del self._retired[name]
+                disconnect(retired.peer)
+                for me, remote, known in retired.waiting:
+                    self._ask(me, remote, known)
         if now_s < self._swept_s + SWEEP_S:
             return
-        self._swept_s, used = now_s, in_use()
+        self._swept_s = now_s
         for remote, known in list(self._known.items()):
             found = known.found
             kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
@@ -228,8 +274,10 @@ class Peers:
 
     def _drop(self, remote: RemoteEngine) -> None:
         """Remove a reference."""
-        del self._known[remote]
+        known = self._known.pop(remote)
         with self._lock:
+            if self._connecting.get(remote.name) is known:
+                del self._connecting[remote.name]
             instances = self._met.get(remote.engine, {})
             if instances.get(remote.instance_id) == remote:
                 del instances[remote.instance_id]
@@ -256,9 +304,17 @@ class Peers:
         except Exception as error:  # noqa: BLE001  whoever waits must get it
             self._end(known, error)
             return
+        with self._lock:
+            first = self._connecting.setdefault(remote.name, known)
+        if first is not known:
+            known.is_other_address = True
+            first.peer.add_done_callback(lambda peer: self._end(known, peer.exception() or peer.result()))
+            return
         try:
             found = self._connect(me, remote, engine_metadata, self._options)
         except Exception as error:
+            with self._lock:
+                self._connecting.pop(remote.name, None)
             if len(me.refused) >= MAX_REFUSED:
                 me.refused.clear()
             me.refused[remote] = engine_metadata

@@ -20,7 +20,7 @@ from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.peer import LocalRank, Peer, connect_engine
-from kvreshard.session.peers import MAX_PER_HOST, SWEEP_S, Peers
+from kvreshard.session.peers import MAX_PER_HOST, RETIRE_S, SWEEP_S, Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.seal import instance_id_of
@@ -93,9 +93,10 @@ def room() -> Iterator[Room]:
     made.close()
 
 
-def test_a_peer_that_is_forgotten_while_it_is_met_can_be_read_from_afterwards(room: Room) -> None:
+def test_a_peer_that_is_met_during_a_sweep_can_be_read_from_afterwards(room: Room) -> None:
     first = room.peers.get(room.me, room.remote)
-    room.peers.forget(room.remote)
+    room.clock.now_s += 10 * SWEEP_S
+    room.peers.sweep(set)
     room.gate.set()
     first.result(PATIENCE_S)
     assert room.peers.get(room.me, room.remote).result(PATIENCE_S) is first.result()
@@ -105,7 +106,7 @@ def test_a_peer_that_is_forgotten_while_it_is_met_can_be_read_from_afterwards(ro
 def test_a_peer_that_is_forgotten_is_met_anew(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    room.peers.forget(room.remote)
+    room.peers.forget(first)
     assert room.peers.met(room.remote) is None
     assert room.peers.get(room.me, room.remote).result(PATIENCE_S) is not first
     assert room.num_meetings == 2
@@ -183,10 +184,52 @@ def test_a_doubted_peer_is_forgotten_only_if_it_is_not_there(room: Room) -> None
 def test_of_a_peer_that_was_met_anew_the_former_cannot_be_forgotten(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    room.peers.forget(room.remote, first)
+    room.peers.forget(first)
     second = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    room.peers.forget(room.remote, first)
+    room.peers.forget(first)
     assert room.peers.met(room.remote) is second is not first
+
+
+def test_a_peer_whose_transfer_has_failed_stays_until_the_others_that_read_from_it_have_ended(room: Room) -> None:
+    room.gate.set()
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    (name,) = {name for name in first.mover.peers.values() if "/0 at" in name}
+    room.peers.retire(first)
+    assert room.peers.met(room.remote) is None
+    second = room.peers.get(room.me, room.remote)
+    for _ in range(2):
+        room.peers.sweep(lambda: {first})
+        assert not second.done()
+    assert name in first.mover.transport._peers
+    room.peers.sweep(set)
+    assert second.result(PATIENCE_S) is room.peers.met(room.remote) is not first
+
+
+def test_a_peer_whose_transfer_has_failed_is_met_anew_though_others_still_read_from_it(room: Room) -> None:
+    """The connection may be broken; then they end by this."""
+    room.gate.set()
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.peers.retire(first)
+    second = room.peers.get(room.me, room.remote)
+    room.clock.now_s += RETIRE_S
+    room.peers.sweep(lambda: {first})
+    assert second.result(PATIENCE_S) is not first
+
+
+def test_one_life_asked_at_two_addresses_at_once_is_one_peer(room: Room) -> None:
+    other = RemoteEngine("prefill", LIFE, Address("localhost", room.remote.address.port))
+    meetings = [room.peers.get(room.me, remote) for remote in (room.remote, other)]
+    room.gate.set()
+    first, second = (meeting.result(PATIENCE_S) for meeting in meetings)
+    assert first is second
+    assert room.num_meetings == 1
+    assert room.peers.num_met == 1
+    room.clock.now_s += SWEEP_S
+    room.peers.sweep(lambda: {first})
+    room.peers.forget(first)
+    anew = [room.peers.get(room.me, remote).result(PATIENCE_S) for remote in (other, room.remote)]
+    assert anew[0] is anew[1] is not first
+    assert room.num_meetings == 2
 
 
 def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
@@ -194,7 +237,7 @@ def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
     other = RemoteEngine("prefill", LIFE, Address("localhost", room.remote.address.port))
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
     assert room.peers.get(room.me, other).result(PATIENCE_S) is room.peers.met(other) is first
-    room.peers.forget(other)
+    room.peers.forget(first)
     assert room.peers.get(room.me, other).result(PATIENCE_S) is not first
 
 
@@ -351,8 +394,7 @@ def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytes
         Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), room.clock, room.woken.set, connect)
     ) as known:
         for _ in range(2):
-            known.get(room.me, room.remote).result(PATIENCE_S)
-            known.forget(room.remote)
+            known.forget(known.get(room.me, room.remote).result(PATIENCE_S))
     said = [record.message for record in caplog.records if "draft" in record.message]
     where = f"engine prefill at {room.remote.address.host_port}"
     assert said == [f"{where}: field 'draft.0.k': the draft's cache is missing"]

@@ -206,11 +206,14 @@ class ScriptedPeers(Peers):
         future = self.known.get(remote)
         return future.result() if future and future.done() and not future.exception() else None
 
-    def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
-        met = self.met(remote)
-        if met is not None and peer in (None, met):
-            del self.known[remote]
-            disconnect(met)
+    def forget(self, peer: Peer) -> None:
+        if self.met(peer.remote) is peer:
+            del self.known[peer.remote]
+            disconnect(peer)
+
+    def retire(self, peer: Peer) -> None:
+        """At once: a test's loads of one peer fail together."""
+        self.forget(peer)
 
     def check(self, me: LocalRank, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
@@ -262,7 +265,7 @@ class FakePeers(ScriptedPeers):
 
     def _ask(self, peer: Peer) -> None:
         if self.world.meeting_error:
-            self.forget(peer.remote, peer)
+            self.forget(peer)
 
 
 def make_world(
