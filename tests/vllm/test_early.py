@@ -329,6 +329,35 @@ def test_a_listener_that_cannot_be_asked_is_asked_again_for_a_while() -> None:
     assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["unheard"])
 
 
+def test_one_lost_answer_of_a_source_that_has_the_prefill_is_no_reason_to_give_up() -> None:
+    """A listener holds a question for seconds: its silence begins with the answer that is lost, not with the one before."""
+    both = Both(full(64))
+    asked = both.arrive()
+    both.source.arrive(request("p-1", TOKENS, kv_transfer_params=dict(PREFILL)))
+    both.hear()
+    both.clock.now_s += 31.0
+    both.lost[:] = [True]
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) is None
+    both.lost[:] = [True] * 1000
+    for _ in range(2):
+        both.hear()
+        both.clock.now_s += 31.0
+    both.hear()
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["unheard"])
+
+
+def test_a_reset_computes_what_waits_for_a_prefill_that_is_not_known_yet() -> None:
+    both = Both(full(64))
+    asked = both.arrive()
+    assert list(both.decode.side.reset()) == []
+    assert (both.decode.side.count_loadable(asked, 0), both.decode.fallbacks) == (0, ["reset"])
+    source = both.prefill()
+    both.step(source, 100, [1, 2])
+    assert both.hear() == []
+    assert both.decode.side.count_loadable(asked, 0) == 0
+
+
 def test_an_aborted_prefill_is_computed_here() -> None:
     both = Both(full(64))
     asked, source = both.arrive(), both.prefill()
@@ -437,6 +466,35 @@ def test_an_idle_engine_rests_until_there_is_news(monkeypatch: pytest.MonkeyPatc
     both.step(source, 300, [1, 2, 3, 4, 5])
     both.hear()
     assert resting.wait(both.decode.side) == idle.PATIENCE_S  # it waits for blocks now
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_an_engine_rests_less_long_while_loads_are_under_way(monkeypatch: pytest.MonkeyPatch, is_loading: bool) -> None:
+    """Only a step tells that one has failed."""
+    both = Both(full(64))
+    asked, source = both.arrive(), both.prefill()
+    both.step(source, 100, [1, 2])
+    both.hear()
+    if is_loading:
+        both.decode.side.count_loadable(asked, 0)
+        both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
+    else:
+        both.decode.side.waiting.max_early_blocks = 0
+    now_s = [0.0]
+
+    def wait(seconds: float) -> bool:
+        now_s[0] += seconds
+        return False
+
+    monkeypatch.setattr(both.decode.side.following, "wait", wait)
+    monkeypatch.setattr(idle, "find_arrivals", lambda: lambda: False)
+    resting = Idle(clock=lambda: now_s[0])
+    longest_s = 0.0
+    for _ in range(12):
+        began_s = now_s[0]
+        resting.wait(both.decode.side)
+        longest_s = max(longest_s, now_s[0] - began_s)
+    assert longest_s == pytest.approx(idle.LOADING_S if is_loading else idle.LONGEST_S)
 
 
 def test_arrivals_are_found_among_the_callers() -> None:

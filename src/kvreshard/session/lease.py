@@ -122,7 +122,8 @@ class LeaseBook:
             )
         self._deadlines_s.pop(request, None)
         former = self._leases.get(request)
-        if former is not None and self._table[former.slot] == former.word:
+        is_other = former is not None and (former.slot, former.word) != (slot, word)
+        if former is not None and is_other and self._table[former.slot] == former.word:
             self._table[former.slot] = FREE
         self._leases[request] = _Held(slot, word)
 

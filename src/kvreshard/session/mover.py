@@ -21,13 +21,28 @@ from kvreshard.transport.local import LocalMemory
 NUM_HALVES = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Staging:
-    """A registered buffer for staged copies. One request at a time has it, and reads into one half while the other is permuted."""
+    """A registered buffer for staged copies. One request at a time has it, since `taken_s`, and reads into one half while the other is permuted."""
 
     address: int
     size_bytes: int
-    taken: threading.Lock = field(default_factory=threading.Lock)
+    taken_s: float = 0.0
+    _taken: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_taken(self) -> bool:
+        return self._taken.locked()
+
+    def take(self, now_s: float) -> bool:
+        """Take it if it is free; whether that worked."""
+        is_free = self._taken.acquire(blocking=False)
+        self.taken_s = now_s if is_free else self.taken_s
+        return is_free
+
+    def give(self) -> None:
+        """Give it back."""
+        self._taken.release()
 
     @property
     def half_bytes(self) -> int:

@@ -159,14 +159,14 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
 
 def take_buffer(mover: Mover) -> bool:
     """Take the staging buffer if it is free; whether that worked."""
-    return mover.staging is not None and mover.staging.taken.acquire(blocking=False)
+    return mover.staging is not None and mover.staging.take(mover.clock())
 
 
 def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
-    """Wait for the staging buffer, but not for long; whether it was taken."""
-    deadline_s = mover.clock() + STAGING_PATIENCE_S
+    """Wait for the staging buffer, but not for long, nor for a load that has had it for long; whether it was taken."""
+    began_s = mover.clock()
     while not take_buffer(mover):
-        if mover.staging is None or mover.clock() >= deadline_s:
+        if mover.staging is None or mover.clock() >= min(began_s, mover.staging.taken_s) + STAGING_PATIENCE_S:
             return False
         yield None
     return True
@@ -203,7 +203,7 @@ def run_batches(
             yield from settled(transfer)
         raise
     finally:
-        staging.taken.release()
+        staging.give()
 
 
 def _permute_when_read(

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+from kvreshard.model.errors import KvReshardError
 from kvreshard.session.commands import CheckResult, Failure, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
@@ -27,8 +28,12 @@ class ResultQueue:
         self._num_peers = 0
 
     def expect(self, request: str) -> None:
-        """A load has been submitted."""
+        """A load has been submitted. Raises KvReshardError while another of the same request is under way: results are told apart by request."""
         with self._ended:
+            if request in self._loading:
+                raise KvReshardError(
+                    f"request {request} is being loaded already; wait for its result before it is loaded again"
+                )
             self._loading.add(request)
 
     def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:

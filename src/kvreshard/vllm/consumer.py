@@ -260,12 +260,15 @@ class Consumer:
     @property
     def num_waiting(self) -> int:
         """Requests that wait until their load can begin."""
-        return len(self.waiting) - self.waiting.num_loading + self.following.num_unknown
+        return len(self.waiting) - self.waiting.num_loading + len(self.following.unknown)
 
     def reset(self) -> Iterator[Command]:
         """The caches were reset: what waits is computed here, since the engine may have got other weights."""
         for request_id in self.waiting:
             yield from self.give_up(request_id, "reset")
+        for request, address in self.following.unknown:
+            self._lose(request, "reset", "", address)
+            self.following.end(request.request_id)
 
     def give_up_longest(self) -> Iterator[Command]:
         """Compute the request that waits longest here, since engines may wait for one another (`admission`)."""

@@ -39,7 +39,7 @@ class Lost:
 
 @dataclass(slots=True)
 class _Asked:
-    """A transfer. `heard_s`: when its source was last known to have it, or when it was first asked for. `found`: what is known of it, and
+    """A transfer. `heard_s`: when its source was last known to have it, or could first not be asked, or when it was first asked for. `found`: what is known of it, and
     `untold`: of its requests, those that have not been told. `left_s`: see `Answer`; `lead_s`: see `Known`.
     """
 
@@ -93,9 +93,11 @@ class Following:
         return asked is not None and request_id in asked.untold
 
     @property
-    def num_unknown(self) -> int:
-        """Requests that have not been told of their prefills yet."""
-        return sum(len(asked.untold) for asked in self._asked.values())
+    def unknown(self) -> list[tuple[Request, Address]]:
+        """Requests that have not been told of their prefills yet, and whom they ask."""
+        return [
+            (asked.requests[name], asked.address) for asked in self._asked.values() for name in sorted(asked.untold)
+        ]
 
     def begin(self, request: Request, transfer: str, address: Address) -> None:
         """Ask for a request."""
@@ -190,6 +192,8 @@ class Following:
 
     def _read(self, asked: _Asked, answer: Answer | HandshakeError, now_s: float) -> RemotePrefill | Lost | None:
         if isinstance(answer, HandshakeError):
+            if asked.has_heard and not asked.error:  # a listener holds a question for seconds: its silence begins now
+                asked.heard_s = now_s
             asked.error = str(answer)
             return None
         asked.error = ""

@@ -5,8 +5,8 @@ A step without work costs some 3 ms of processor time, and the processes of an e
 
 1. A load of a finished prefill takes milliseconds: each rank waits `PATIENCE_S` for it in a step.
 2. Where all requests wait for prefills at other engines, the scheduler waits before the step, up to `LONGEST_S`: until a listener has news
-   of a prefill, or a request arrives (`find_arrivals`). Where arrivals cannot be seen it waits up to `UNSEEN_S`. Each wait in a row is
-   longer than the one before.
+   of a prefill, or a request arrives (`find_arrivals`). Where arrivals cannot be seen it waits up to `UNSEEN_S`, and up to `LOADING_S` while
+   loads are under way: only a step tells how they have ended. Each wait in a row is longer than the one before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvreshard.vllm.consumer import Consumer
 # A load of a megabyte takes some 3 ms; after a step that finds nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is
 # messages between its processes).
 PATIENCE_S = 0.004
-LONGEST_S, UNSEEN_S, GROWTH = 60.0, 0.064, 4.0
+LONGEST_S, LOADING_S, UNSEEN_S, GROWTH = 60.0, 5.0, 0.064, 4.0
 # How often it is looked whether a request has arrived.
 LOOK_S = 0.002
 
@@ -48,7 +48,9 @@ class Idle:
             return PATIENCE_S
         if not self._is_sought:
             self._is_sought, self._has_arrivals = True, find_arrivals()
-        longest_s = UNSEEN_S if self._has_arrivals is None else LONGEST_S
+        longest_s = LOADING_S if consumer.waiting.num_loading else LONGEST_S
+        if self._has_arrivals is None:
+            longest_s = UNSEEN_S
         self._wait_s = min(longest_s, self._wait_s * GROWTH)
         until_s = self._clock() + self._wait_s
         while (left_s := until_s - self._clock()) > 0:

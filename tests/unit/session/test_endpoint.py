@@ -122,6 +122,20 @@ def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> No
     assert collect(world.src)[2] == {"r"}
 
 
+def test_a_request_is_not_loaded_twice_at_once(world: World) -> None:
+    """What ends first would stand for both, and the engine would read or free pages that are still written."""
+    world.acquire_and_publish()
+    order_load(world)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+    with pytest.raises(KvReshardError, match="request d is being loaded already"):
+        order_load(world)
+    meet(world)
+    world.turn()
+    assert set(collect(world.dst)[1]) == {"d"}
+    order_load(world)  # it has ended
+
+
 @pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_copies=0), Fault(delay_steps=5)])
 def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) -> None:
     """Loaded, failed, and given up before it settled."""

@@ -115,6 +115,11 @@ def test_what_was_acquired_and_not_published_never_expires_and_is_revoked_in_sil
     assert not book.publish("r", 1.0, 0.0)
 
 
+def test_a_lease_that_is_acquired_twice_keeps_its_word(table: LeaseTable, book: LeaseBook) -> None:
+    acquire(book, "r", 3, WORD)
+    assert (table[3], book.holds("r", WORD)) == (WORD, True)
+
+
 def test_a_consumer_that_invents_names_does_not_fill_memory(book: LeaseBook) -> None:
     book.publish("r", 30.0, now_s=0.0)
     for number in range(1000):

@@ -53,11 +53,11 @@ def test_a_read_that_is_refused_waits_for_those_before_it(monkeypatch: pytest.Mo
     def drive() -> None:
         for waiting in steps:
             assert reader.staging is not None
-            assert reader.staging.taken.locked()
+            assert reader.staging.is_taken
             assert waiting in posted
             fabric.step()
 
     with pytest.raises(TransportError, match="no list"):
         drive()
     assert [transfer.state for transfer in posted] == [TransferState.DONE] * num_good
-    assert not reader.staging.taken.locked()
+    assert not reader.staging.is_taken

@@ -15,7 +15,7 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
 from kvreshard.session.mover import Mover, Staging
-from kvreshard.session.pull import LeaseProof, StaleLease, pull_steps
+from kvreshard.session.pull import STAGING_PATIENCE_S, LeaseProof, StaleLease, pull_steps
 from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.base import MemoryRegion, Transfer, TransferState, TransportError
@@ -126,16 +126,31 @@ def test_a_load_reads_directly_when_another_keeps_the_staging_buffer(monkeypatch
     expected = expected_memory(src, dst, request)
     reader = mover(dst, 0, src, staged=True)
     assert reader.staging is not None
-    reader.staging.taken.acquire()
+    assert reader.staging.take(reader.clock())
     moved = pull(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout, b"done")
     assert moved.num_staged_bytes == 0
     assert moved.num_bytes > 0
     assert differing_bytes(expected, dst.memory) == {}
-    assert reader.staging.taken.locked()  # it is still the other's
-    reader.staging.taken.release()
+    assert reader.staging.is_taken  # it is still the other's
+    reader.staging.give()
     moved = pull(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout, b"done")
     assert moved.num_staged_bytes == moved.num_bytes
-    assert not reader.staging.taken.locked()
+    assert not reader.staging.is_taken
+
+
+def test_no_load_waits_for_one_that_has_had_the_staging_buffer_for_long() -> None:
+    """Say its reads never settle: then it has the buffer for good."""
+    fabric = FaultyFabric()
+    src, dst = make_engine(fabric, "p", 2, "HND", 8), make_engine(fabric, "d", 1, "NHD", 16)
+    connect(src, dst)
+    request = make_request()
+    expected = expected_memory(src, dst, request)
+    reader = mover(dst, 0, src, staged=True)
+    assert reader.staging is not None
+    assert reader.staging.take(reader.clock() - STAGING_PATIENCE_S)
+    steps = pull_steps(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout)
+    assert all(step is not None for step in steps)  # None: to be resumed in the next turn
+    assert not any(differing_bytes(expected, dst.memory).values())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +169,7 @@ def test_holes_are_zeroed_while_the_first_reads_run(
     reader = mover(dst, 0, src, staged=True)
     assert reader.staging is not None
     if is_taken:
-        reader.staging.taken.acquire()
+        assert reader.staging.take(reader.clock())
     posted: list[Transfer] = []
     zeroed: list[tuple[int, int]] = []
     zeroing = reader.memory.zero
@@ -171,7 +186,7 @@ def test_holes_are_zeroed_while_the_first_reads_run(
         try:
             if next(steps) is None:
                 assert zeroed
-                reader.staging.taken.release()
+                reader.staging.give()
             fabric.step()
         except StopIteration as done:
             moved = done.value
@@ -179,7 +194,7 @@ def test_holes_are_zeroed_while_the_first_reads_run(
     assert len(posted) > 2 or way == "direct"
     assert moved.num_zeroed_bytes > 0
     assert differing_bytes(expected, dst.memory) == {}
-    assert not reader.staging.taken.locked()
+    assert not reader.staging.is_taken
 
 
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(2, 1), (2, 4), (3, 2)])
