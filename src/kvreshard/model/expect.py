@@ -6,6 +6,7 @@ import difflib
 import re
 
 import msgspec
+import numpy as np
 
 from kvreshard.model.errors import UsageError
 
@@ -16,6 +17,12 @@ def expect(value: object, wanted: type | tuple[type, ...], what: str, remedy: st
         types = wanted if isinstance(wanted, tuple) else (wanted,)
         names = " or ".join(one.__name__ for one in types)
         raise UsageError(f"{what} is of type {type(value).__name__}, and must be {names}: {remedy}")
+
+
+def expect_whole(value: object, what: str) -> None:
+    """Raises UsageError unless `value` is a whole number, Python's or NumPy's."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise UsageError(f"{what} is {value!r:.80}, and must be a whole number")
 
 
 def did_you_mean(error: Exception, message_type: type) -> str:

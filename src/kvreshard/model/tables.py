@@ -8,15 +8,16 @@ A `Request` has the token intervals to move per destination group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
-from kvreshard.model.errors import BindError
-from kvreshard.model.expect import expect
+from kvreshard.model.errors import BindError, UsageError
+from kvreshard.model.expect import expect, expect_whole
+from kvreshard.model.ownership import MAX_SIZE
 
 
 class PageTable(msgspec.Struct, frozen=True, eq=False):
@@ -42,7 +43,11 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
                 raise BindError(
                     f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"
                 )
+            if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_SIZE:
+                raise BindError(f"a block table names page {int(array.max())}, which no pool has")
             array = array.astype(np.int64)
+        expect_whole(self.num_tokens, "num_tokens of a block table")
+        expect_whole(self.first_page, "first_page of a block table")
         if self.num_tokens < 0 or self.first_page < 0:
             raise BindError(
                 f"a block table holds {self.num_tokens} tokens from page {self.first_page}: must not be negative"
@@ -73,15 +78,28 @@ class Request(msgspec.Struct, frozen=True):
             expect(tables, Mapping, name, "block tables by the name of their group")
             for group, table in tables.items():
                 expect(table, PageTable, f"{name}['{group}']", "PageTable(pages, num_tokens)")
-        for group, intervals in self.intervals.items():
-            end = 0
-            for interval in intervals:
-                expect(
-                    interval, (tuple, list), f"an interval of group '{group}'", "(first token, token behind the last)"
-                )
-                start, stop = interval
-                if start < end or stop <= start:
-                    raise BindError(
-                        f"group '{group}': token intervals {list(intervals)} must be ascending, disjoint and not empty"
-                    )
-                end = stop
+        expect(self.intervals, Mapping, "intervals", "lists of token intervals by the name of their group")
+        expect(self.dst_new_pages, Mapping, "dst_new_pages", "page ids by the name of their group")
+        # Of its own: what a caller does to its lists later is not checked.
+        intervals = {group: _checked(group, held) for group, held in self.intervals.items()}
+        force_setattr(self, "intervals", intervals)
+
+
+def _checked(group: str, intervals: Sequence[Any]) -> list[Tokens]:
+    expect(intervals, (list, tuple), f"the intervals of group '{group}'", "[(first token, token behind the last), ...]")
+    end, found = 0, list[Tokens]()
+    for interval in intervals:
+        if not isinstance(interval, (tuple, list)) or len(interval) != 2:
+            raise UsageError(
+                f"an interval of group '{group}' is {interval!r:.80}, and must be (first token, token behind the last)"
+            )
+        start, stop = interval
+        expect_whole(start, f"a token of an interval of group '{group}'")
+        expect_whole(stop, f"a token of an interval of group '{group}'")
+        if start < end or stop <= start:
+            raise BindError(
+                f"group '{group}': token intervals {list(intervals)} must be ascending, disjoint and not empty"
+            )
+        end = stop
+        found.append((int(start), int(stop)))
+    return found

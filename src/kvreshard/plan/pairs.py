@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
+from kvreshard.model.errors import BindError
 from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
@@ -73,6 +74,20 @@ class OverlapPage(msgspec.Struct, frozen=True, eq=False):
     src_step: int
     dst_step: int
     page: Page
+
+
+# Of all pages of one request together: what a second makes of them. Requests between real engines have some thousands, a peer's layout may be
+# made to have any number.
+MAX_ENTRIES = 1 << 22
+
+
+def check_entries(num_entries: int) -> None:
+    """Raises BindError where the pages of a request have too many entries."""
+    if num_entries > MAX_ENTRIES:
+        raise BindError(
+            f"the pages of this request lie in more than {MAX_ENTRIES} different pieces, since hardly two of them overlap alike or their cells lie "
+            "apart; choose memory orders that agree, and page sizes and interleaves that divide one another"
+        )
 
 
 SharedPages = WeakValueDictionary[object, Page]
@@ -175,7 +190,8 @@ class GroupPair:
             yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
     def _page(self, found: Sequence[Pattern], src_stride: int, dst_stride: int, recurs: bool) -> Page:
-        """One entry per field and run."""
+        """One entry per field and run. Raises BindError."""
+        check_entries(sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
         src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
         dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
         length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])

@@ -198,9 +198,17 @@ def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
 
 def _new_pages(group: Group, request: Request) -> Int64s:
     """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
-    new_pages = np.asarray(request.dst_new_pages.get(group.name, _NO_PAGES), dtype=np.int64)
+    found = np.asarray(request.dst_new_pages.get(group.name, _NO_PAGES))
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise BindError(
+            f"group '{group.name}': new pages must be a flat list of page ids, got {found.dtype} of shape {found.shape}"
+        )
+    new_pages = found.astype(np.int64)
     if not len(new_pages):
         return new_pages
+    ids, counts = np.unique(new_pages, return_counts=True)
+    if len(ids) < len(new_pages):
+        raise BindError(f"group '{group.name}': page {int(ids[counts > 1][0])} is called new twice; name it once")
     table = _table(request.dst_tables, group, "destination")
     stray = new_pages[~np.isin(new_pages, table.pages)]
     if len(stray):

@@ -24,7 +24,7 @@ from kvreshard.plan.bind import group_aligned
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, PagedCopies, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel, Work
-from kvreshard.plan.pairs import GroupPair, PageRange
+from kvreshard.plan.pairs import GroupPair, PageRange, check_entries
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Run, fold
 from kvreshard.plan.transfer import Overlap, RankTransfer
@@ -137,8 +137,9 @@ def find_staged(
     """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
-    of a request have images of their own.
+    of a request have images of their own. Raises BindError where the pieces have too many runs.
     """
+    num_runs = 0
     of_transfer: list[list[PageRange]] = [[] for _ in transfers]
     for page_range in page_ranges:
         for number in pair.holders(page_range, transfers):
@@ -147,6 +148,8 @@ def find_staged(
         together: dict[object, list[PageRange]] = {}
         for page_range in held:
             pattern = transfer.pattern(page_range.overlap)
+            num_runs += len(pattern.lengths)
+            check_entries(num_runs)
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
                 key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first

@@ -1,6 +1,8 @@
 """Which requests are refused, before the first address is given out, and does the error name what is wrong?"""
 
+import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -8,10 +10,11 @@ from tests.pairs.small import GROUP, changed, engine, request
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Opaque, Ring
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
-from kvreshard.model import BindError, EngineLayout
+from kvreshard.model import BindError, EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import bind, compile_route, find_unwritten
+from kvreshard.plan import bind, compile_route, compile_routes, find_unwritten
+from kvreshard.plan.reads import plan_reads
 
 SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
 GOOD = request(SRC, DST, 10)
@@ -230,3 +233,54 @@ def test_nothing_is_zeroed_of_a_refused_request() -> None:
     wanted = changed(dst_table([2, 3, 4, 77]), dst_new_pages={GROUP: np.array([77])})
     with pytest.raises(BindError):
         find_unwritten(DST, 0, wanted, bind(compile_route(SRC, DST, 0), wanted))
+
+
+@pytest.mark.parametrize(
+    ("pages", "facts"),
+    [
+        ([1, 2, 2], "group 'full'|page 2 is called new twice"),
+        ([1.7], "group 'full'|new pages must be a flat list of page ids|float64"),
+        ([[1]], "group 'full'|new pages must be a flat list of page ids|(1, 1)"),
+    ],
+)
+def test_new_pages_are_named_once_and_are_page_ids(pages: list[object], facts: str) -> None:
+    """Twice and with a part of a page, they would be zeroed neither way."""
+    refused(facts, changed(GOOD, dst_new_pages={GROUP: np.array(pages)}))
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 1 << 24])
+def test_a_layout_of_which_hardly_two_pages_overlap_alike_is_refused_before_memory_is_taken(staging_bytes: int) -> None:
+    """A small layout that is proved: 32 million copies for 8,000 tokens."""
+    kind = Attention(8, 64, "bfloat16")
+    there = engine("prefill", tp=2, dcp=2, interleave=1023, page=1024, num_pages=12, kind=kind, stages=(0,) * 4)
+    here = engine("decode", page=16, num_pages=506, kind=kind, stages=(0,) * 4)
+    there = apart(there)
+    (route,) = compile_routes(there, here)
+    tracemalloc.start()
+    with pytest.raises(BindError, match="more than 4194304 different pieces"):
+        plan_reads(route, request(there, here, 8000), staging_bytes)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 500e6
+
+
+def apart(layout: EngineLayout) -> EngineLayout:
+    """The same engine, with no two cells of a field side by side."""
+    document = json.loads(wire.encode(layout, "json"))
+    step = first = 2 * len(document["fields"])
+    for geometry in document["geometries"].values():
+        step = first
+        for axis in reversed(geometry["axes"]):
+            for digit in axis["digits"]:
+                if digit["extent"] and digit["extent"] > 1:
+                    digit["byte_step"] = step
+                    step *= digit["extent"]
+        geometry["page_stride_bytes"] = step
+    size = step * document["groups"][0]["num_pages"]
+    for number, rank in enumerate(document["ranks"]):
+        rank["regions"] = [{"name": "kv", "address": (number + 1) << 44, "size_bytes": size}]
+        slab = {"pool": "pages", "region": "kv", "offset_bytes": 0, "page_stride_bytes": step, "page_bytes": step}
+        rank["slabs"] = [slab]
+        for place, shard in enumerate(rank["shards"]):
+            shard["offset_bytes"] = 2 * place
+    return wire.decode(json.dumps(document).encode(), "json")
