@@ -63,6 +63,9 @@ LAYOUT = kv.describe(kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1"), "engi
 TABLES = {"latent": kv.PageTable([1], num_tokens=3)}
 REQUEST = kv.Request(TABLES, TABLES, {"latent": [(0, 3)]}, {"latent": np.array([1])})
 
+ROUTE = kv.compile_routes(LAYOUT, LAYOUT)[0]
+OTHER = kv.describe(kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1"), "other", num_pages=4)
+
 
 def with_key(old: str, new: str) -> bytes:
     document = json.loads(kv.encode_layout(LAYOUT, "json"))
@@ -73,7 +76,7 @@ def with_key(old: str, new: str) -> bytes:
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.Request({"latent": ([1], 3)}, TABLES, {}, {}), "src_tables['latent'] is of type tuple, and must be PageTable"),
     (lambda: kv.Request(TABLES, [TABLES], {}, {}), "dst_tables is of type list, and must be Mapping"),
-    (lambda: kv.Request(TABLES, TABLES, {"latent": (0, 3)}, {}), "an interval of group 'latent' is of type int"),
+    (lambda: kv.Request(TABLES, TABLES, {"latent": (0, 3)}, {}), "an interval of group 'latent' is 0, and must be (first token"),
     (lambda: kv.compile_routes({}, LAYOUT), "the source's layout is of type dict, and must be EngineLayout: what `kvreshard.describe`"),
     (lambda: kv.compile_routes(LAYOUT, None), "the destination's layout is of type NoneType, and must be EngineLayout"),
     (lambda: kv.bind(LAYOUT, REQUEST), "a route is of type EngineLayout, and must be Route: what `kvreshard.compile_routes` returns"),
@@ -85,6 +88,18 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.decode_layout({}, "json"), "a layout message is of type dict, and must be bytes"),
     (lambda: kv.decode_layout(with_key("fields", "feilds"), "json"), "unknown field `feilds`; did you mean `fields`?"),
     (lambda: kv.decode_layout(with_key("fields", "zz"), "json"), "unknown field `zz`; known are address, axes, "),
+    (lambda: kv.encode_layout(None), "a layout is of type NoneType, and must be EngineLayout"),
+    (lambda: kv.load(5), "a model is of type int, and must be str: an id of `kvreshard models`"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), 5), "the engine's name is of type int"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=0), "num_pages is 0; page 0 stands for no page"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=2.5), "num_pages is 2.5, and must be a whole number"),
+    (lambda: kv.compile_routes(LAYOUT, LAYOUT, way="foo"), "way is 'foo', and must be 'direct' or 'staged'"),
+    (lambda: kv.find_unwritten(LAYOUT, 9, REQUEST, []), "engine 'engine' has no rank 9; its ranks are [0]"),
+    (lambda: kv.explain([]), "explain takes routes of one pair of engines"),
+    (lambda: kv.relocate(LAYOUT, {}), "engine 'engine': no address is given for region"),
+    (lambda: kv.CostModel(copy_s=-1), "copy_s is -1; the constants of a cost model must be positive"),
+    (lambda: kv.digest_transfers([], "foo", REQUEST, kv.HostMemory(), b"k"), "side is 'foo', and must be 'src' or 'dst'"),
+    (lambda: kv.pull(kv.Mover(None, None, {}), ROUTE, REQUEST, OTHER), "the route ends at engine 'engine', and the layout is that of engine 'other'"),
 ]  # fmt: skip
 
 

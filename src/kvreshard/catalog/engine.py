@@ -24,10 +24,12 @@ from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid
 from kvreshard.catalog.spec import EngineSpec, unknown
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
-from kvreshard.model import EngineLayout, LayoutError
-from kvreshard.model.expect import expect
+from kvreshard.model import EngineLayout, LayoutError, UsageError
+from kvreshard.model.expect import expect, expect_whole
 
 DEFAULT_PAGES = 128
+# Page 0 stands for no page.
+MIN_PAGES = 2
 CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
 PageBytes = Callable[[Kind, int], int]
 
@@ -44,7 +46,12 @@ class PagePlan:
 
 
 def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
-    """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError."""
+    """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError, UsageError."""
+    expect(engine, str, "the engine's name", "as in 'prefill'")
+    if num_pages is not None:
+        expect_whole(num_pages, "num_pages")
+        if num_pages < MIN_PAGES:
+            raise UsageError(f"num_pages is {num_pages}; page 0 stands for no page, so a pool has at least {MIN_PAGES}")
     expect(model, Model, "a model", "what `kvreshard.load` returns")
     expect(spec, EngineSpec, "an engine", "what `kvreshard.parse_engine` returns")
     try:

@@ -35,6 +35,7 @@ from kvreshard.kinds import (
     Style,
 )
 from kvreshard.model import LayoutError
+from kvreshard.model.expect import expect
 from kvreshard.model.text import counted, escaped
 
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
@@ -69,6 +70,7 @@ class Entry:
 
 def load(model: str, draft: str | None = None) -> Model:
     """The model of an id or a path, with the caches of `draft` (an id or a path too) behind its own. Raises LayoutError."""
+    expect(model, str, "a model", "an id of `kvreshard models` or the path of a config.json")
     found = MODELS[model].load() if model in MODELS else _from_path(model, read_model)
     if draft is None:
         return found

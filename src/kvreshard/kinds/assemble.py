@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from kvreshard.kinds.page import Kind, PageView, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
-from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
+from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab, UsageError
 from kvreshard.model.changed import replace
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
@@ -151,7 +151,13 @@ def _place_of(field: str, places: Mapping[str, int]) -> int:
 
 
 def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], device: str = "cpu") -> EngineLayout:
-    """The same layout with every region at a real address: rank -> region name -> address."""
+    """The same layout with every region at a real address: rank -> region name -> address. Raises UsageError where one is not given."""
+    for rank in layout.ranks:
+        for name in rank.template.regions:
+            if name not in addresses.get(rank.rank, {}):
+                raise UsageError(
+                    f"engine '{layout.engine}': no address is given for region '{name}' of rank {rank.rank}"
+                )
     return replace(
         layout,
         ranks=tuple(

@@ -145,7 +145,8 @@ _compact, _json = msgspec.msgpack.Decoder(_Compact), msgspec.json.Decoder(_Json)
 
 
 def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
-    """The layout as bytes. JSON is indented, for people; both decode to an equal layout."""
+    """The layout as bytes. JSON is indented, for people; both decode to an equal layout. Raises UsageError."""
+    expect(layout, EngineLayout, "a layout", "what `kvreshard.describe` returns")
     return _write_compact(layout) if encoding == "msgpack" else _write_json(layout)
 
 

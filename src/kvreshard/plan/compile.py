@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.errors import LayoutMismatch, UsageError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.model.rank import Rank
@@ -159,6 +160,10 @@ def compile_routes(
         LayoutMismatch: the engines cannot exchange caches, or there is no such rank.
         UsageError: something else than a layout was given.
     """
+    if way not in (None, *get_args(Way)):
+        raise UsageError(
+            f"way is {way!r:.80}, and must be {' or '.join(map(repr, get_args(Way)))}, or None for what is faster"
+        )
     election = elect(src, dst, match_fields(src, dst).names)
     numbers = list(dst.rank_by_number) if ranks is None else list(dict.fromkeys(ranks))
     return [compile_route(src, dst, number, election=election, cost=cost or CostModel(), way=way) for number in numbers]

@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from kvreshard.model.errors import UsageError
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.pattern import Pattern
 
@@ -63,11 +64,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.hidden_share <= 1:
-            raise ValueError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
+            raise UsageError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
         for name, number in asdict(self).items():
             least = 0 if name in ("hidden_share", "batch_s") else math.ulp(0)
             if not (math.isfinite(number) and number >= least):
-                raise ValueError(f"{name} is {number}; the constants of a cost model must be positive")
+                raise UsageError(f"{name} is {number}; the constants of a cost model must be positive")
 
     def direct_s(self, work: Work) -> float:
         """Seconds to post every copy."""

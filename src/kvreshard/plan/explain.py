@@ -19,6 +19,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import prod
 
+from kvreshard.model.errors import UsageError
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, exact_period
@@ -128,7 +129,7 @@ class Explanation:
 def explain(routes: Sequence[Route]) -> Explanation:
     """The routes of some or all destination ranks of one pair of engines."""
     if len({(route.src_engine, route.dst_engine) for route in routes}) != 1:
-        raise ValueError("explain takes routes of one pair of engines, and at least one")
+        raise UsageError("explain takes routes of one pair of engines, and at least one")
     subjects: dict[object, tuple[RankTransfer, list[Reading]]] = {}
     for route in routes:
         for transfer in route.transfers:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from msgspec.structs import replace
 
+from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.rank import Group, Rank
 from kvreshard.model.tables import Request
@@ -30,7 +32,10 @@ from kvreshard.plan.route import Route
 
 
 def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> ByteRanges:
-    """Address ranges on `dst_rank` to zero, sorted, each in one region. `copies`: all copies to that rank for the request."""
+    """Address ranges on `dst_rank` to zero, sorted, each in one region. `copies`: all copies to that rank for the request. Raises UsageError."""
+    expect(dst, EngineLayout, "the destination's layout", "what `kvreshard.describe` returns")
+    if dst_rank not in dst.rank_by_number:
+        raise UsageError(f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}")
     return _unwritten(dst, dst_rank, {group.name: _new_pages(request, group) for group in dst.groups}, copies)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvreshard.model.errors import KvReshardError
+from kvreshard.model.errors import KvReshardError, UsageError
 from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 
 FORM = "kvreshard.constants"
@@ -72,7 +72,7 @@ def load_constants(path: Path, host: str) -> CostModel | None:
     try:
         constants = msgspec.json.decode(found, type=_Constants)
         return CostModel(**msgspec.structs.asdict(constants), min_speedup=MEASURED_SPEEDUP)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (UsageError, ValueError, msgspec.MsgspecError) as error:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
 

@@ -15,7 +15,7 @@ from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.plan.fill import find_holes
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
-from kvreshard.transport.base import Direction, Transfer, Transport
+from kvreshard.transport.base import Direction, Transfer, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 NUM_HALVES = 2
@@ -73,8 +73,11 @@ class Mover:
 
     def post(self, direction: Direction, copies: Copies) -> Transfer:
         """Post copies to the peer that they name. Raises TransportError."""
-        peer = self.peers[copies.src_rank if direction is Direction.READ else copies.dst_rank]
-        return self.transport.post(peer, direction, copies)
+        rank = copies.src_rank if direction is Direction.READ else copies.dst_rank
+        if rank not in self.peers:
+            known = ", ".join(map(str, self.peers)) or "none"
+            raise TransportError(f"rank {rank} is not among the peers of this mover, which are {known}; add it to them")
+        return self.transport.post(self.peers[rank], direction, copies)
 
     def fill(self, dst: EngineLayout, route: Route, request: Request) -> int:
         """Zero what no copy of a checked request writes in its new pages; returns bytes."""

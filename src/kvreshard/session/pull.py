@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from kvreshard.model.errors import KvReshardError
+from kvreshard.model.errors import BindError, KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList
@@ -104,6 +104,10 @@ def pull_steps(
     `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `record` is called with an
     event and a text. `whole`: what the load reads in all, where `route` is only what is left of it; this decides what is zeroed.
     """
+    if dst.engine != route.dst_engine:  # what is zeroed lies where this layout says
+        raise BindError(
+            f"the route ends at engine '{route.dst_engine}', and the layout is that of engine '{dst.engine}'; give the destination's"
+        )
     started_s = mover.clock()
     plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
     bind_s = mover.clock() - started_s

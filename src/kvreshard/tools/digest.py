@@ -20,10 +20,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
-from kvreshard.model.errors import BindError
+from kvreshard.model.errors import BindError, UsageError
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.transfer import RankTransfer
 from kvreshard.tools.cells import Cells, Int64s, Intervals, Side, Tables, find_rows, of_transfer
@@ -87,10 +88,12 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether every part was there on both sides, with one digest."""
+        """Whether every part was there on both sides, with one digest; also where there was none to compare (`num_parts` 0)."""
         return not self.differences
 
     def __str__(self) -> str:
+        if not self.num_parts:
+            return "nothing was compared: there were no tokens to digest"
         if self.equal:
             return f"{self.num_parts} parts of {self.num_bytes} bytes are equal on both sides"
         lines = [str(difference) for difference in self.differences[:MAX_LINES_IN_MESSAGE]]
@@ -119,6 +122,8 @@ def digest_transfers(
     A side needs its own block tables only. `memory` holds that side's ranks of these transfers. `fields`: only these. A transfer
     whose group has no intervals is left out.
     """
+    if side not in get_args(Side):
+        raise UsageError(f"side is {side!r:.80}, and must be {' or '.join(map(repr, get_args(Side)))}")
     tables = request.src_tables if side == "src" else request.dst_tables
     found = dict[Part, Digest]()
     for transfer in transfers:

@@ -8,7 +8,7 @@ from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.kinds import Attention, Mamba1, Opaque
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.kinds.mla import Latent
-from kvreshard.model import EngineLayout
+from kvreshard.model import EngineLayout, UsageError
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
 from kvreshard.plan.explain import Explanation, explain, name_fields, number_ranges, transfer_bytes
@@ -124,7 +124,7 @@ def test_forced_ways_are_said_to_be() -> None:
 def test_mixed_engines_and_nothing_at_all_are_mistakes() -> None:
     one, two = compile_route(engine(1), engine(2), 0), compile_route(engine(2), engine(1), 0)
     for routes in ([one, two], []):
-        with pytest.raises(ValueError, match="one pair of engines"):
+        with pytest.raises(UsageError, match="one pair of engines"):
             explain(routes)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model import BindError, EngineLayout
+from kvreshard.model import BindError, EngineLayout, UsageError
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import CopyList, PagedCopies, bind, compile_route, stage
@@ -197,13 +197,13 @@ def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_constants_must_be_positive(constant: str, value: float) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(UsageError, match="must be positive"):
         CostModel(**{constant: value})
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_is_from_0_to_1(share: float) -> None:
-    with pytest.raises(ValueError, match="a share is from 0 to 1"):
+    with pytest.raises(UsageError, match="a share is from 0 to 1"):
         CostModel(hidden_share=share)
 
 
