@@ -84,9 +84,9 @@ ATTENTION: Mapping[str, Family] = {
     # `AfmoeConfig`.
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
-    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), if_null={"sliding_window": 4096},
+    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), if_absent={"sliding_window": 4096},
                       caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), if_null={"sliding_window": 4096},
+    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), if_absent={"sliding_window": 4096},
                           caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Exaone4Config`, `exaone_moe.py`.
     "exaone4": Family(layers=rules.exaone4, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
@@ -101,7 +101,7 @@ ATTENTION: Mapping[str, Family] = {
     # `minimax_m2.py`, which drops the `num_mtp_modules`.
     "minimax_m2": Family(layers=rules.minimax_m2, expects={"sliding_window": ()}, kv_heads=8, head_size=128),
     # `configs/muse_glimmer.py`.
-    "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_null={"sliding_window": 2048}, kv_heads=2, head_size=128),
+    "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_absent={"sliding_window": 2048}, kv_heads=2, head_size=128),
     # `plamo3.py`.
     "plamo3": Family(layers=numbered("interleaved_sliding_window", lambda tokens: "window" if tokens else "full", null=0),
                      caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
@@ -111,7 +111,7 @@ ATTENTION: Mapping[str, Family] = {
     "smollm3": Family(layers=rules.smollm3, kv_heads=4, head_size=DERIVED),
     # `Gemma3TextConfig`, `Gemma3nTextConfig`, `Gemma4TextConfig`, `gemma4.py`.
     **dict.fromkeys(("gemma3", "gemma3_text"), Family(
-        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), if_null={"num_attention_heads": 8, "sliding_window": 4096},
+        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), if_null={"num_attention_heads": 8}, if_absent={"sliding_window": 4096},
         expects={"use_bidirectional_attention": (False,)}, kv_heads=4, head_size=256)),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(

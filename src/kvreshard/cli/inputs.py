@@ -64,7 +64,9 @@ def _read_engine(given: str | EngineSpec) -> EngineSpec:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Draft = Annotated[str | None, model_option("Model of a draft whose caches come behind: id or path.")]
-Pages = Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")]
+Pages = Annotated[
+    int | None, typer.Option(min=2, max=1 << 32, help="Pages of each pool, page 0 among them, which is never used.")
+]
 CostModelFile = Annotated[
     Path | None,
     typer.Option(help="Constants of this host, from `kvreshard bench --calibrate`; not given: the defaults."),
@@ -132,15 +134,18 @@ def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: under a temporary name, then renamed. Raises InputError."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    """Write a file whole or not at all: under a temporary name beside what a link leads to, then renamed. Raises InputError."""
+    if not path.name:
+        raise InputError(f"output file '{path}' is a folder, or no name was given; give the name of a file")
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # a pipe or /dev/stdout cannot be replaced
             return
         try:
             part.write_bytes(content)
-            part.replace(path)
+            part.replace(target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
