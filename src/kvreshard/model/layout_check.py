@@ -32,11 +32,12 @@ from kvreshard.model.rank import MAX_ADDRESS, Geometry, Group, Rank, RankTemplat
 from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
-# Over all distinct geometries. 512 ranks with a hundred kinds of layer have some millions; this bound takes seconds.
-MAX_RUNS_PER_LAYOUT = 1 << 24
-# Over all pairs of shards whose extents overlap: comparing a pair, sorting its runs. Over all shards in several slabs: their runs.
+# Over all distinct pages, of which an engine has a few. They take half a second and 64 MiB.
+MAX_RUNS_PER_LAYOUT = 1 << 22
+# Over all pairs of shards whose extents overlap: looking a pair up (0.27 us), comparing it, sorting its runs. Over all shards in several
+# slabs: their runs. All of it takes some 1.2 s.
 MAX_PAIR_WORK = 1 << 28
-LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
+LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 64, 1024, 4, 8
 
 
 class Page(NamedTuple):
@@ -138,13 +139,13 @@ class _Pages:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
         self._check_geometry(where, field, kind, geometry, group)
         shape = page_loops(field.element_bytes, geometry)
-        self._num_runs += prod([count for _, count in shape[1]])
-        if self._num_runs > MAX_RUNS_PER_LAYOUT:
-            raise LayoutError(
-                f"{where}: the pages of engine '{self._engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
-                "pieces over all its kinds of shards; more are refused"
-            )
         if shape not in self._runs:
+            self._num_runs += prod([count for _, count in shape[1]])
+            if self._num_runs > MAX_RUNS_PER_LAYOUT:
+                raise LayoutError(
+                    f"{where}: the pages of engine '{self._engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
+                    "pieces over all its kinds of shards; more are refused"
+                )
             self._runs[shape] = len(self._runs), page_runs(where, geometry, *shape)
         number, runs = self._runs[shape]
         return Page(number, (geometry.group, geometry.page_stride_bytes), runs, int(runs[0, 0]), int(runs[-1, 1]))
