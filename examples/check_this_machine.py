@@ -9,7 +9,7 @@ from kvreshard import check_host, check_route, describe, load, parse_engine
 for line in check_host(port=None, loopback=False):
     print(f"{line.check}: {line.status}")
 
-# The check that `--peer` makes with a engine metadata it has fetched: two layouts are enough.
+# The check that `--peer` makes with engine metadata it has fetched: two layouts are enough.
 model = load("llama-3.1-8b")
 prefill, decode = (
     describe(model, parse_engine(words), name) for name, words in (("p", "tp=4"), ("d", "tp=2,order=HND"))
