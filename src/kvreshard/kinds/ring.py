@@ -62,7 +62,10 @@ class Ring:
     def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
         element, view = dtype_bytes(self.dtype), views[TENSOR]
         axes = (Axis("token", None, self.tokens_per_state), Axis("channel", self.channels))
-        digits = (Digit(self.capacity(style), 0, view.state_step), Digit(None, 0, 0))
+        # Each kernel block is laid out like a small page.
+        num_blocks = view.shape.states // view.kernel_states
+        blocks = (Digit(num_blocks, 0, view.kernel_step),) if num_blocks > 1 else ()
+        digits = (Digit(view.kernel_states, 0, view.state_step), *blocks, Digit(None, 0, 0))
         token = AxisMap("token", Interval(0, None), digits)
         channel = AxisMap("channel", whole(self.channels), (Digit(self.channels, 0, element),))
         return tuple(

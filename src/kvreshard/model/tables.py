@@ -20,6 +20,21 @@ from kvreshard.model.expect import expect, expect_whole
 from kvreshard.model.ownership import MAX_SIZE
 
 
+def page_ids(given: ArrayLike, what: str) -> NDArray[np.int64]:
+    """A copy of some page ids. Raises BindError unless they are a flat list of whole numbers."""
+    try:
+        array = np.array(given)
+    except ValueError:
+        raise BindError(f"{what} must be a flat list of page ids, got lists of different lengths") from None
+    if array.dtype == np.int64 and array.ndim == 1:
+        return array
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise BindError(f"{what} must be a flat list of page ids, got {array.dtype} of shape {array.shape}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_SIZE:
+        raise BindError(f"{what}: there is page {int(array.max())}, which no pool has")
+    return array.astype(np.int64)
+
+
 class PageTable(msgspec.Struct, frozen=True, eq=False):
     """One group's pages of one request.
 
@@ -37,22 +52,15 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
         def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None: ...
 
     def __post_init__(self) -> None:
-        array = np.array(self.pages)
-        if array.dtype != np.int64 or array.ndim != 1:
-            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-                raise BindError(
-                    f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"
-                )
-            if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_SIZE:
-                raise BindError(f"a block table names page {int(array.max())}, which no pool has")
-            array = array.astype(np.int64)
-        expect_whole(self.num_tokens, "num_tokens of a block table")
-        expect_whole(self.first_page, "first_page of a block table")
+        force_setattr(self, "pages", page_ids(self.pages, "a block table"))
+        if not (type(self.num_tokens) is type(self.first_page) is int):
+            for name in ("num_tokens", "first_page"):
+                expect_whole(getattr(self, name), f"{name} of a block table")
+                force_setattr(self, name, int(getattr(self, name)))  # NumPy's may be of a few bits, and wrap around
         if self.num_tokens < 0 or self.first_page < 0:
             raise BindError(
                 f"a block table holds {self.num_tokens} tokens from page {self.first_page}: must not be negative"
             )
-        force_setattr(self, "pages", array)
 
 
 Tokens = tuple[int, int]
@@ -74,32 +82,55 @@ class Request(msgspec.Struct, frozen=True):
     dst_new_pages: Mapping[str, NDArray[np.int64]]
 
     def __post_init__(self) -> None:
-        for name, tables in (("src_tables", self.src_tables), ("dst_tables", self.dst_tables)):
-            expect(tables, Mapping, name, "block tables by the name of their group")
+        src, dst = self.src_tables, self.dst_tables
+        # Asked first: nearly all requests are made of dictionaries.
+        parts = src, dst, self.intervals, self.dst_new_pages
+        if [type(part) for part in parts] != [dict] * 4:
+            for name, what in _PARTS:
+                expect(getattr(self, name), Mapping, name, f"{what} by the name of their group")
+        for name, tables in (("src_tables", src), ("dst_tables", dst)):
             for group, table in tables.items():
-                expect(table, PageTable, f"{name}['{group}']", "PageTable(pages, num_tokens)")
-        expect(self.intervals, Mapping, "intervals", "lists of token intervals by the name of their group")
-        expect(self.dst_new_pages, Mapping, "dst_new_pages", "page ids by the name of their group")
+                if type(table) is not PageTable:
+                    expect(table, PageTable, f"{name}['{group}']", "PageTable(pages, num_tokens)")
         # Of its own: what a caller does to its lists later is not checked.
         intervals = {group: _checked(group, held) for group, held in self.intervals.items()}
         force_setattr(self, "intervals", intervals)
 
 
+_PARTS = (
+    ("src_tables", "block tables"),
+    ("dst_tables", "block tables"),
+    ("intervals", "lists of token intervals"),
+    ("dst_new_pages", "page ids"),
+)
+
+
 def _checked(group: str, intervals: Sequence[Any]) -> list[Tokens]:
-    expect(intervals, (list, tuple), f"the intervals of group '{group}'", "[(first token, token behind the last), ...]")
+    if type(intervals) is not list:
+        expect(
+            intervals, (list, tuple), f"the intervals of group '{group}'", "[(first token, token behind the last), ...]"
+        )
     end, found = 0, list[Tokens]()
     for interval in intervals:
-        if not isinstance(interval, (tuple, list)) or len(interval) != 2:
-            raise UsageError(
-                f"an interval of group '{group}' is {interval!r:.80}, and must be (first token, token behind the last)"
-            )
+        if type(interval) is not tuple or len(interval) != 2 or not (type(interval[0]) is type(interval[1]) is int):
+            interval = _tokens(group, interval)
         start, stop = interval
-        expect_whole(start, f"a token of an interval of group '{group}'")
-        expect_whole(stop, f"a token of an interval of group '{group}'")
         if start < end or stop <= start:
             raise BindError(
                 f"group '{group}': token intervals {list(intervals)} must be ascending, disjoint and not empty"
             )
         end = stop
-        found.append((int(start), int(stop)))
+        found.append(interval)
     return found
+
+
+def _tokens(group: str, interval: Any) -> Tokens:
+    """An interval of other types. Raises UsageError unless it is two whole numbers."""
+    if not isinstance(interval, (tuple, list)) or len(interval) != 2:
+        raise UsageError(
+            f"an interval of group '{group}' is {interval!r:.80}, and must be (first token, token behind the last)"
+        )
+    start, stop = interval
+    expect_whole(start, f"a token of an interval of group '{group}'")
+    expect_whole(stop, f"a token of an interval of group '{group}'")
+    return int(start), int(stop)

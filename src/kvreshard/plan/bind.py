@@ -16,16 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.errors import BindError
 from kvreshard.model.tables import Request
+from kvreshard.plan.budget import RequestBudget
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 
 # A prepared page costs a transport some calls of its own, worth it from a few hundred copies on.
 MIN_PAGED_COPIES = 256
-# They take 0.4 GB. Of real engines 128k tokens are some hundred thousand.
-MAX_LISTED = 1 << 24
 # Listing a joined copy costs about three times a copy of a prepared page; NIXL joins neighbouring pages by itself.
 MAX_JOINED = 0.67
 # A transport's threads share a post of many copies: 84 MB in 80 take 11.5 ms, in 320 of them 7. So neighbours are joined up to
@@ -63,17 +61,19 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     def num_bytes(self) -> int:
         return sum(one.num_bytes for one in self.found)
 
-    def copies(self, min_paged: int) -> Iterator[Copies]:
-        """Pages stay pages from `min_paged` copies on, unless most of them join. Raises BindError where too many would be listed."""
-        if self.num_copies >= min_paged and self.joined <= MAX_JOINED * len(self.src):
-            for paged in self._by_page():
-                yield paged if paged.page.recurs and paged.num_copies >= min_paged else paged.flat()
-        elif self.num_copies > MAX_LISTED:
-            raise BindError(
-                f"this request would be {self.num_copies} copies, and at most {MAX_LISTED} are listed; choose memory orders that agree"
-            )
-        else:
+    def copies(self, min_paged: int, budget: RequestBudget) -> Iterator[Copies]:
+        """Pages stay pages from `min_paged` copies on, unless most of them join. Raises BindError before it lists more than the budget has."""
+        num_copies = self.num_copies
+        if num_copies < min_paged or self.joined > MAX_JOINED * len(self.src):
+            budget.spend_listed(num_copies)
             yield self.listed()
+            return
+        for paged in self._by_page():
+            if paged.page.recurs and paged.num_copies >= min_paged:
+                yield paged
+            else:
+                budget.spend_listed(paged.num_copies)
+                yield paged.flat()
 
     def listed(self, max_bytes: int | None = None) -> CopyList:
         """Every copy, neighbours joined. `max_bytes`: as in `coalesce`; None: so that a transport's threads have enough to share."""

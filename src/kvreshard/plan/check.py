@@ -28,7 +28,7 @@ from kvreshard.model.rank import MAX_ADDRESS, Geometry, Int64s, Rank
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
 from kvreshard.plan.route import Route
-from kvreshard.plan.transfer import RankTransfer, TransferAxis
+from kvreshard.plan.transfer import RankTransfer, Span, TransferAxis
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -129,9 +129,12 @@ def _geometry_faults(
     if _axes_of(transfer) != field.axes:
         said, held = (", ".join(map(str, axes)) for axes in (_axes_of(transfer), field.axes))
         yield f"{who}: axes {said}; its layout has {held}"
+    span = transfer.src_span if source else transfer.dst_span
     for along in transfer.axes:
         if along.extent is None:
-            yield from _span_faults(transfer, along, who, source)
+            yield from _span_faults(span, along, who, source)
+    if transfer.is_state and (span.indices, span.pages, span.ring_pages, span.capacity) != (1, 1, 1, None):
+        yield f"{who}: a state is one page, but the transfer cuts it by {span}"
     stride = transfer.src_page_stride_bytes if source else transfer.dst_page_stride_bytes
     if stride != geometry.page_stride_bytes:
         yield f"{who}: pages every {stride} bytes, its layout says {geometry.page_stride_bytes}"
@@ -142,9 +145,9 @@ def _geometry_faults(
     return (group.num_pages - 1) * stride + inside + transfer.element_bytes
 
 
-def _span_faults(transfer: RankTransfer, along: TransferAxis, who: str, source: bool) -> Iterator[str]:
-    """The spans in which bind cuts the sequence."""
-    mapped, span = (along.src, transfer.src_span) if source else (along.dst, transfer.dst_span)
+def _span_faults(span: Span, along: TransferAxis, who: str, source: bool) -> Iterator[str]:
+    """The span in which bind cuts the sequence on one side."""
+    mapped = along.src if source else along.dst
     held = span.pages * mapped.indices_per_page
     whole = span.indices * mapped.owned.run == held * mapped.owned.period and not held % mapped.owned.run
     if not whole or (source and span.indices % along.chosen.period) or span.ring_pages != mapped.ring_pages:
@@ -153,6 +156,10 @@ def _span_faults(transfer: RankTransfer, along: TransferAxis, who: str, source: 
             f"{span.ring_pages}) is not whole pages and periods of {mapped.owned} in pages of {mapped.indices_per_page} "
             f"(ring of {mapped.ring_pages})"
         )
+    ring, per_page, owned = mapped.ring_pages, mapped.indices_per_page, mapped.owned
+    capacity = None if ring is None else ring * per_page // owned.run * owned.period
+    if span.capacity != capacity:
+        yield f"{who}, axis '{along.name}': a ring that has room for {span.capacity} indices, its layout has room for {capacity}"
 
 
 def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTransfer], rank: Rank) -> Iterator[str]:

@@ -10,7 +10,7 @@ nothing else of a plan. `coalesce` joins neighbours, `cut_long` cuts what is too
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -122,10 +122,27 @@ class PagedCopies(msgspec.Struct, frozen=True, eq=False):
 
     def flat(self) -> CopyList:
         """The same copies, one by one: entry after entry."""
-        page = self.page
-        src = page.src_start[:, None] + self.src_page * page.src_stride
-        dst = page.dst_start[:, None] + self.dst_page * page.dst_stride
-        length = np.repeat(page.length, len(self.src_page))
+        return self._listed(slice(None), slice(None))
+
+    def in_lists(self, most: int) -> Iterator[CopyList]:
+        """The same copies in the same order, as lists of at most `most` that are made one at a time.
+
+        >>> page = Page.of([0, 500], [0, 700], 8, strides=(10, 10), counts=(4, 4))
+        >>> copies = PagedCopies(0, 0, page, np.array([1, 2, 3]), np.array([0, 1, 2]))
+        >>> [listed.src_address.tolist() for listed in copies.in_lists(2)]
+        [[10, 20], [30], [510, 520], [530]]
+        """
+        num_pages = len(self.src_page)
+        entries_each = max(1, most // max(1, num_pages))
+        for entry in range(0, self.page.num_entries, entries_each):
+            for low in range(0, num_pages, most):
+                yield self._listed(slice(entry, entry + entries_each), slice(low, low + most))
+
+    def _listed(self, entries: slice, pages: slice) -> CopyList:
+        page, src_page = self.page, self.src_page[pages]
+        src = page.src_start[entries, None] + src_page * page.src_stride
+        dst = page.dst_start[entries, None] + self.dst_page[pages] * page.dst_stride
+        length = np.repeat(page.length[entries], len(src_page))
         return CopyList(self.src_rank, self.dst_rank, src.reshape(-1), dst.reshape(-1), length)
 
 

@@ -24,7 +24,7 @@ from kvreshard.model.errors import UsageError
 from kvreshard.model.expect import expect
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.rank import Group, Rank
-from kvreshard.model.tables import Request
+from kvreshard.model.tables import Request, page_ids
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
 from kvreshard.plan.copies import CopyList, Int64s
 from kvreshard.plan.pairs import GroupPair
@@ -110,7 +110,7 @@ def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[Cop
 
 
 def _new_pages(request: Request, group: Group) -> Int64s:
-    return np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
+    return page_ids(request.dst_new_pages.get(group.name, ()), f"group '{group.name}': new pages")
 
 
 def _slabs(rank: Rank, group: Group) -> Iterator[tuple[int, int, int]]:

@@ -4,8 +4,8 @@
 2. Cut it once per pair of groups, to page ranges that overlap alike.
 3. Transfers whose way is open (`cost`) are counted both ways, and read in the way that `CostModel.prefers_staging` says. Forced ways are kept.
 
-Refused with BindError, before anything moves: what `request_check` refuses, a page that does not fit the staging buffer, and a request whose
-pages have too many different pieces.
+Refused with BindError, before anything moves: what `request_check` refuses, a page that does not fit the staging buffer, and a request that
+is more than a `RequestBudget`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import MIN_PAGED_COPIES, gathered, group_aligned
+from kvreshard.plan.budget import RequestBudget
 from kvreshard.plan.copies import Copies, PagedCopies
-from kvreshard.plan.pairs import check_entries
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, pack, prefers_staging, stage
@@ -36,21 +36,20 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
     check_request(route, request)
     direct: list[PagedCopies] = []
     batches: list[Batch] = []
-    num_entries = 0
+    budget = RequestBudget()
     for pair in route.pairs:
         page_ranges = pair.page_ranges(request)
         for way, transfers in pair.by_way if page_ranges else ():
-            bound: list[PagedCopies] = []
-            for copies in pair.copies(page_ranges, transfers) if way != "staged" or not staging_bytes else ():
-                num_entries += copies.page.num_entries
-                check_entries(num_entries)
-                bound.append(copies)
-            if staging_bytes and (
-                way == "staged" or (way is None and prefers_staging(pair, transfers, page_ranges, bound, staging_bytes))
+            is_staged = way == "staged" and bool(staging_bytes)
+            bound = [] if is_staged else list(pair.copies(page_ranges, transfers, budget))
+            if is_staged or (
+                staging_bytes and way is None and prefers_staging(pair, transfers, page_ranges, bound, staging_bytes)
             ):
-                batches += stage(pair, transfers, page_ranges, staging_bytes)
+                for batch in stage(pair, transfers, page_ranges, staging_bytes):
+                    budget.spend_listed(batch.reads.num_copies)
+                    batches.append(batch)
             else:
                 direct += bound
-    posted = [one for aligned in group_aligned(direct) for one in aligned.copies(min_paged)]
+    posted = [one for aligned in group_aligned(direct) for one in aligned.copies(min_paged, budget)]
     packed = pack(batches, staging_bytes, route.transfers[0].choice.model) if batches else ()
     return ReadPlan(tuple(gathered(posted)), tuple(packed))

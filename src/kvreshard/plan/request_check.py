@@ -26,7 +26,7 @@ from kvreshard.model.expect import expect
 from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
-from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.tables import PageTable, Request, Tokens, page_ids
 from kvreshard.plan.copies import Int64s, joined
 from kvreshard.plan.pairs import GroupPair, Side
 from kvreshard.plan.route import Route
@@ -198,12 +198,7 @@ def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
 
 def _new_pages(group: Group, request: Request) -> Int64s:
     """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
-    found = np.asarray(request.dst_new_pages.get(group.name, _NO_PAGES))
-    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
-        raise BindError(
-            f"group '{group.name}': new pages must be a flat list of page ids, got {found.dtype} of shape {found.shape}"
-        )
-    new_pages = found.astype(np.int64)
+    new_pages = page_ids(request.dst_new_pages.get(group.name, _NO_PAGES), f"group '{group.name}': new pages")
     if not len(new_pages):
         return new_pages
     ids, counts = np.unique(new_pages, return_counts=True)

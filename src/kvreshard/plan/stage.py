@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from kvreshard.model.errors import BindError
 from kvreshard.plan.bind import group_aligned
+from kvreshard.plan.budget import RequestBudget
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, PagedCopies, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel, Work
-from kvreshard.plan.pairs import GroupPair, PageRange, check_entries
+from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Run, fold
 from kvreshard.plan.transfer import Overlap, RankTransfer
@@ -139,21 +140,23 @@ def find_staged(
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
     of a request have images of their own. Raises BindError where the pieces have too many runs.
     """
-    num_runs = 0
+    budget = RequestBudget()
     of_transfer: list[list[PageRange]] = [[] for _ in transfers]
     for page_range in page_ranges:
         for number in pair.holders(page_range, transfers):
             of_transfer[number].append(page_range)
     for transfer, held in zip(transfers, of_transfer, strict=True):
+        budget.spend(len(held), 0)
         together: dict[object, list[PageRange]] = {}
+        num_runs = 0
         for page_range in held:
             pattern = transfer.pattern(page_range.overlap)
             num_runs += len(pattern.lengths)
-            check_entries(num_runs)
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
                 key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first
                 together.setdefault(key, []).append(page_range)
+        budget.spend(0, num_runs)
         for found in together.values():
             members = sorted(found, key=lambda page_range: page_range.overlap)
             pages = [

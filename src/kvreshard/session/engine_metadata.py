@@ -31,6 +31,8 @@ MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
 MAX_ACCEPTED = 256
 MAX_LEASE_SLOTS = 1 << 32
+# A day, as `kv_lease_duration`.
+MAX_LEASE_S = 86_400.0
 MAILBOX_ENTRY_BYTES = 64
 
 
@@ -71,7 +73,7 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     layout: bytes
     ranks: Annotated[tuple[RankMetadata, ...], msgspec.Meta(max_length=MAX_RANKS)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    lease_s: Annotated[float, msgspec.Meta(gt=0)]
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
     accepts: Accepted = {}
     early_fields: EarlyFields = {}
 

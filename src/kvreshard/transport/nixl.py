@@ -51,7 +51,7 @@ from kvreshard.transport.owner import Owner
 from kvreshard.transport.posting import SlicedTransfer
 from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.slices import Cursor, RowSet, check_pages, is_indexed, make_rows
+from kvreshard.transport.slices import Cursor, RowSet, check_pages, is_indexed, listed_rows, make_rows
 
 PageRows = tuple[RegionTable, RegionTable, list[RowSet]]
 """Where a page lies, and the regions that this holds for."""
@@ -187,7 +187,7 @@ class NixlTransport:
         if found is None or found[0] is not local or found[1] is not remote:
             found = known[own_name, direction] = local, remote, make_rows(copies.page, direction, local, remote, side)
         if not is_indexed(copies):
-            return Cursor(make_rows(copies.flat(), direction, local, remote, side))
+            return Cursor(listed_rows(copies, direction, local, remote, side))
         is_read = direction is Direction.READ
         return Cursor(found[2], (copies.dst_page, copies.src_page) if is_read else (copies.src_page, copies.dst_page))
 

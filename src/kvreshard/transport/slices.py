@@ -14,7 +14,7 @@ Raises TransportError for copies that are malformed or lie outside the regions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -40,6 +40,8 @@ MAX_BUDGET_BYTES = 1024 * 1024 * 1024
 
 # NIXL's indices have 32 bits.
 MAX_INDEX = 1 << 31
+# So many copies of a page that has no indices are listed at a time: a few slices.
+LISTED_AT_ONCE = 1 << 16
 
 KINDS = ("cpu", "cuda")
 
@@ -90,27 +92,33 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 
 
 class Cursor:
-    """What is left to post of some copies. `pages`: local and remote page ids, where a page is copied for them."""
+    """What is left to post of some copies. `pages`: local and remote page ids, where a page is copied for them.
 
-    __slots__ = ("_left", "_next", "_pages")
+    Row sets are taken one at a time, so that they may be made as they are posted.
+    """
 
-    def __init__(self, row_set: Sequence[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
-        self._left = list(row_set) if pages is None or len(pages[0]) else []
+    __slots__ = ("_left", "_next", "_pages", "_row_set")
+
+    def __init__(self, row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
+        self._left: Iterator[RowSet] = iter(row_sets if pages is None or len(pages[0]) else ())
+        self._row_set = next(self._left, None)
         self._pages = None if pages is None else np.array(pages, dtype=np.int32)
         self._next = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether all copies were handed out or dropped."""
-        return not self._left
+        return self._row_set is None
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._left = []
+        self._left, self._row_set = iter(()), None
 
     def take(self, budget_bytes: int) -> Slice:
-        """The next copies whose cost together stays within the budget, at least one. Not when exhausted."""
-        row_set, first = self._left[0], self._next
+        """The next copies whose cost together stays within the budget, at least one. Raises IndexError when exhausted."""
+        row_set, first = self._row_set, self._next
+        if row_set is None:
+            raise IndexError("no copies are left")
         costs, num_pages = row_set.costs, 1 if self._pages is None else self._pages.shape[1]
         end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
         row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
@@ -119,7 +127,7 @@ class Cursor:
             stop += (before + budget_bytes - int(costs[row]) * num_pages) // int(costs[row + 1] - costs[row])
         self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
         if stop == end:
-            self._left, self._next = self._left[1:], 0
+            self._row_set, self._next = next(self._left, None), 0
         return Slice(row_set, self._pages, first, stop, _cost_before(costs, num_pages, stop) - before)
 
 
@@ -178,6 +186,14 @@ def is_indexed(copies: Copies) -> bool:
     return (
         page.num_entries * max(page.src_count, page.dst_count) < MAX_INDEX and int(page.length.max()) <= MAX_COPY_BYTES
     )
+
+
+def listed_rows(
+    copies: PagedCopies, direction: Direction, local: RegionTable, remote: RegionTable, side: str
+) -> Iterator[RowSet]:
+    """Copies of a page that cannot be indexed, some at a time: together they may be more than memory holds. The page has been checked."""
+    for listed in copies.in_lists(LISTED_AT_ONCE):
+        yield from make_rows(listed, direction, local, remote, side)
 
 
 def check_pages(copies: PagedCopies) -> None:

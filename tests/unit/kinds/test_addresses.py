@@ -192,6 +192,21 @@ def test_parts_of_a_ring_lie_behind_one_another() -> None:
         assert mine.geometry.axis("token").locate(np.arange(4, dtype=np.int64))[1].tolist() == [0, 4, 8, 0]
 
 
+@pytest.mark.parametrize("order", ["NHD", "HND", "BLHNC"])
+@pytest.mark.parametrize("kernel", [None, 2, 4])
+def test_kernel_blocks_of_a_ring_are_laid_out_like_small_pages(order: str, kernel: int | None) -> None:
+    kind, size = Ring(8, 2, "bfloat16", ("k", "gate")), kernel or 8
+    layout = engine("prefill", kind=kind, order=order, style=Style(kernel_tokens=kernel))
+    # One byte number per block, part, entry and byte of a cell, in the order of the memory.
+    shape = (8 // size, size, 2, 4) if order == "NHD" else (8 // size, 2, size, 4)
+    numbers = np.arange(64).reshape(shape)
+    at = numbers.transpose(0, 2, 1, 3) if order == "NHD" else numbers
+    for number, part in enumerate(("k", "gate")):
+        expected = {(t, c): 64 + at[t // size, number, t % size, 2 * c] for t in range(8) for c in range(2)}
+        found = {(t % 8, c): byte for (t, c), byte in cells(layout, 0, f"layers.0.{part}", 1, None)}
+        assert found == expected
+
+
 def test_heads_without_v_have_one_field() -> None:
     layout = engine("prefill", tp=2, kind=Attention(4, 3, "bfloat16", 0), page=2, order="HND")
     assert [field.name for field in layout.fields] == ["layers.0.k"]

@@ -42,8 +42,19 @@ def test_what_is_no_number_and_no_list_is_refused_when_it_is_made(make: Callable
         make()
 
 
+def test_lists_of_different_lengths_are_no_block_table() -> None:
+    with pytest.raises(BindError, match="a block table must be a flat list of page ids, got lists of different length"):
+        PageTable([[1], [2, 3]], 8)
+
+
+def test_numbers_of_a_few_bits_do_not_wrap_around() -> None:
+    table = PageTable([1], np.int8(100), np.int8(100))  # type: ignore[arg-type]
+    assert table.num_tokens + 100 == table.first_page + 100 == 200
+    assert Request({}, {}, {"g": [[np.int8(0), np.int8(100)]]}, {}).intervals == {"g": [(0, 100)]}  # type: ignore[list-item]
+
+
 def test_a_page_beyond_all_numbers_does_not_wrap_around() -> None:
-    with pytest.raises(BindError, match="names page 18446744073709551615"):
+    with pytest.raises(BindError, match="a block table: there is page 18446744073709551615"):
         PageTable(np.array([2**64 - 1], np.uint64), 8)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.pairs.small import GROUP, engine
 
-from kvreshard.kinds import Attention, Latent, Opaque
+from kvreshard.kinds import Attention, Latent, Mamba1, Opaque, Ring
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import (
     Axis,
@@ -31,6 +31,7 @@ from kvreshard.plan import RankTransfer, Route, bind, compile_route, match_field
 from kvreshard.plan.check import prove
 from kvreshard.plan.match import differences
 from kvreshard.plan.pattern import Bases
+from kvreshard.plan.transfer import Span
 
 SRC, DST = engine("prefill", tp=2), engine("decode", tp=1)
 
@@ -259,6 +260,27 @@ def test_the_proof_refuses_a_wrong_route(transfers: tuple[RankTransfer, ...], fa
         "route from engine 'prefill' to rank 0 of engine 'decode' is not provable|" + facts,
         lambda: prove(routed(*transfers), SRC, DST),
     )
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+@pytest.mark.parametrize("span", [Span(2, 2, 1, None), Span(1, 1, None, None), Span(1, 1, 2, None), Span(1, 1, 1, 4)])
+def test_the_proof_refuses_a_state_that_is_not_one_page(span: Span, side: str) -> None:
+    kind = Mamba1(4, 2, 2, "bfloat16", "bfloat16")
+    src, dst = engine("prefill", kind=kind), engine("decode", kind=kind)
+    route = compile_route(src, dst, 0)
+    prove(route, src, dst)
+    moved = tuple(replace(transfer, **{f"{side}_span": span}) for transfer in route.transfers)
+    mismatch("a state is one page", lambda: prove(replace(route, transfers=moved), src, dst))
+
+
+@pytest.mark.parametrize("capacity", [None, 7, 9])
+def test_the_proof_refuses_a_ring_that_holds_another_number_of_tokens(capacity: int | None) -> None:
+    """Of a ring that is said to hold more, tokens would be moved that were overwritten."""
+    src, dst = engine("prefill", kind=Ring(8, 2, "bfloat16")), engine("decode", kind=Ring(8, 2, "bfloat16"))
+    route = compile_route(src, dst, 0)
+    prove(route, src, dst)
+    moved = tuple(replace(one, src_span=replace(one.src_span, capacity=capacity)) for one in route.transfers)
+    mismatch(f"for {capacity} indices|for 8", lambda: prove(replace(route, transfers=moved), src, dst))
 
 
 def test_the_proof_accepts_the_right_route_and_its_transfers_in_any_order() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import tracemalloc
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import BindError, EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import bind, compile_route, compile_routes, find_unwritten
+from kvreshard.plan import bind, budget, compile_route, compile_routes, find_unwritten
 from kvreshard.plan.reads import plan_reads
 
 SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
@@ -241,11 +242,13 @@ def test_nothing_is_zeroed_of_a_refused_request() -> None:
         ([1, 2, 2], "group 'full'|page 2 is called new twice"),
         ([1.7], "group 'full'|new pages must be a flat list of page ids|float64"),
         ([[1]], "group 'full'|new pages must be a flat list of page ids|(1, 1)"),
+        ([[1], [2, 3]], "group 'full'|new pages must be a flat list of page ids|lists of different lengths"),
+        ([2**64 - 1], "group 'full'|new pages: there is page 18446744073709551615, which no pool has"),
     ],
 )
 def test_new_pages_are_named_once_and_are_page_ids(pages: list[object], facts: str) -> None:
     """Twice and with a part of a page, they would be zeroed neither way."""
-    refused(facts, changed(GOOD, dst_new_pages={GROUP: np.array(pages)}))
+    refused(facts, changed(GOOD, dst_new_pages={GROUP: pages}))
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 1 << 24])
@@ -257,17 +260,72 @@ def test_a_layout_of_which_hardly_two_pages_overlap_alike_is_refused_before_memo
     there = apart(there)
     (route,) = compile_routes(there, here)
     tracemalloc.start()
-    with pytest.raises(BindError, match="more than 4194304 different pieces"):
+    with pytest.raises(
+        BindError, match=r"different ways or more, with \d+ pieces so far; at most 4194304 pieces are planned"
+    ):
         plan_reads(route, request(there, here, 8000), staging_bytes)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 500e6
 
 
-def apart(layout: EngineLayout) -> EngineLayout:
-    """The same engine, with no two cells of a field side by side."""
+def test_a_request_whose_pages_each_overlap_in_a_way_of_their_own_is_refused_before_they_are_looked_at() -> None:
+    """62,500 patterns took 10 seconds, though each has a few runs."""
+    kind = Attention(2, 8, "bfloat16")
+    there = engine("prefill", tp=2, dcp=2, interleave=4095, page=4096, num_pages=130, kind=kind)
+    here = engine("decode", page=16, num_pages=62_510, kind=kind)
+    (route,) = compile_routes(there, here)
+    started_s = time.process_time()
+    with pytest.raises(BindError, match=r"overlap in \d+ different ways or more.*page sizes and interleaves"):
+        plan_reads(route, request(there, here, 1_000_000))
+    assert time.process_time() - started_s < 5
+    assert plan_reads(route, request(there, here, 20_000)).direct
+
+
+def test_a_request_of_too_many_turns_is_refused_before_they_are_found() -> None:
+    """Each token is a turn, and no two pages overlap alike: half a million pieces, for each of which the others are looked at."""
+    there = engine("prefill", tp=4, dcp=4, page=1056, num_pages=260, stages=tuple(range(8)))
+    here = engine("decode", page=1072, num_pages=1000, stages=(0,) * 8)
+    (route,) = compile_routes(there, here)
+    started_s = time.process_time()
+    with pytest.raises(BindError, match=r"overlap in \d+ different ways or more"):
+        plan_reads(route, request(there, here, 1_000_000))
+    assert time.process_time() - started_s < 5
+
+
+def test_copies_that_must_be_listed_are_counted_over_all_groups_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = engine("prefill", num_pages=600, page=4), engine("decode", num_pages=600, page=4, order="HND")
+    for way in ("direct", "staged"):
+        route = compile_route(src, dst, 0, way=way)
+        scattered = request(src, dst, 2000, src_pages=range(1, 501), dst_pages=range(500, 0, -1))
+        plan = plan_reads(route, scattered, 1 << 12, min_paged=1 << 30)
+        posted = sum(one.num_copies for one in plan.direct) + sum(batch.reads.num_copies for batch in plan.batches)
+        monkeypatch.setattr(budget, "MAX_LISTED", posted)
+        plan_reads(route, scattered, 1 << 12, min_paged=1 << 30)
+        monkeypatch.setattr(budget, "MAX_LISTED", posted - 1)
+        with pytest.raises(BindError, match=rf"this request is {posted} copies or more, and at most {posted - 1}"):
+            plan_reads(route, scattered, 1 << 12, min_paged=1 << 30)
+        monkeypatch.undo()
+
+
+def test_staged_reads_that_cannot_be_joined_are_refused_before_memory_is_taken() -> None:
+    """Cells farther apart than a gap that is read: 32 million reads, 0.8 GB."""
+    kind = Attention(8, 64, "bfloat16")
+    there = apart(engine("prefill", page=16, num_pages=506, kind=kind, stages=(0,) * 4), 11_000)
+    here = engine("decode", page=16, num_pages=506, kind=kind, stages=(0,) * 4)
+    (route,) = compile_routes(there, here, way="staged")
+    tracemalloc.start()
+    with pytest.raises(BindError, match="and at most 16777216 are listed; choose memory orders that agree"):
+        plan_reads(route, request(there, here, 8000), 1 << 24)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 600e6
+
+
+def apart(layout: EngineLayout, cell_step: int = 0) -> EngineLayout:
+    """The same engine, with no two cells of a field side by side, but `cell_step` bytes apart."""
     document = json.loads(wire.encode(layout, "json"))
-    step = first = 2 * len(document["fields"])
+    step = first = cell_step or 2 * len(document["fields"])
     for geometry in document["geometries"].values():
         step = first
         for axis in reversed(geometry["axes"]):
@@ -278,7 +336,7 @@ def apart(layout: EngineLayout) -> EngineLayout:
         geometry["page_stride_bytes"] = step
     size = step * document["groups"][0]["num_pages"]
     for number, rank in enumerate(document["ranks"]):
-        rank["regions"] = [{"name": "kv", "address": (number + 1) << 44, "size_bytes": size}]
+        rank["regions"] = [{"name": "kv", "address": (number + 1) << 50, "size_bytes": size}]
         slab = {"pool": "pages", "region": "kv", "offset_bytes": 0, "page_stride_bytes": step, "page_bytes": step}
         rank["slabs"] = [slab]
         for place, shard in enumerate(rank["shards"]):

@@ -1,5 +1,7 @@
 """Do the slices of some copies hold exactly their bytes, within the budget, one memory kind each?"""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from kvreshard.transport.slices import (
     SliceBudget,
     check_pages,
     is_indexed,
+    listed_rows,
     make_rows,
 )
 
@@ -207,6 +210,38 @@ def test_what_cannot_be_told_apart_by_index_is_not_indexed() -> None:
     assert not is_indexed(PagedCopies(0, 0, page(2, (1 << 30, 1)), first, first))
     assert not is_indexed(PagedCopies(0, 0, page(2, (1, 1 << 30)), first, first))
     assert not is_indexed(many())
+
+
+@pytest.mark.parametrize("most", [1, 7, 16, 17, 20, 45, 10_000])
+def test_copies_of_a_page_in_lists_are_those_of_one_list(most: int) -> None:
+    dst, src = np.random.default_rng(0).permutation(50)[:16], np.random.default_rng(1).permutation(60)[:16]
+    copies = PagedCopies(3, 4, page(), src, dst)
+    lists, whole = list(copies.in_lists(most)), copies.flat()
+    assert max(listed.num_copies for listed in lists) <= most
+    for name in ("src_address", "dst_address", "length"):
+        assert np.array_equal(np.concatenate([getattr(listed, name) for listed in lists]), getattr(whole, name))
+    assert {(listed.src_rank, listed.dst_rank) for listed in lists} == {(3, 4)}
+
+
+def test_pages_without_indices_are_listed_as_they_are_posted() -> None:
+    """A pool of 2**30 pages, which a peer's layout may claim: all copies at once would be 1.6 GB."""
+    one = Page.of(2**50 + np.arange(1 << 10), np.arange(1 << 10) * 4096, 1, (1 << 10, 4), (1 << 30, 1 << 10))
+    pages = np.arange(1 << 10)
+    copies = PagedCopies(0, 0, one, np.arange(1 << 16), np.resize(pages, 1 << 16))
+    assert not is_indexed(copies)
+    tracemalloc.start()
+    cursor = Cursor(listed_rows(copies, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"))
+    first = [cursor.take(1 << 24) for _ in range(100)]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 64 << 20
+    listed = next(copies.in_lists(1 << 16))
+    assert np.array_equal(rows(first, is_local=False)[: 1 << 16, 0], listed.src_address)
+    assert not cursor.exhausted
+    cursor.drop()
+    assert cursor.exhausted
+    with pytest.raises(IndexError, match="no copies are left"):
+        cursor.take(1)
 
 
 @pytest.mark.parametrize(("src", "dst"), [(-1, 0), (60, 0), (0, -1), (0, 50)])
