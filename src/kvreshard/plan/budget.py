@@ -16,12 +16,11 @@ from kvreshard.model.layout import EngineLayout
 # 256 ranks that share the sequence with 251 take a fifth of it. All of it takes two to three seconds.
 MAX_STEPS = 1 << 28
 
-# All overlaps of pages of one request together: what a second makes of them. Requests between real engines have some thousands.
+# All overlaps of pages of one request together, which take some seconds at most. Requests between real engines have some thousands.
 MAX_ENTRIES = 1 << 22
-# Finding where two pages overlap takes some 0.2 ms. Pages of 1,056 tokens on 8 ranks that take turns of one token overlap pages of 16 in 4,224 ways.
-OVERLAP_ENTRIES = 1 << 9
-# Each turn of a rank in them takes some 10 us.
-TURN_ENTRIES = 4
+# Finding where two pages overlap takes some 0.2 ms, as much as this many pieces. At 128k tokens, pages of 1,056 tokens on 8 x 8 ranks that
+# take turns of one token overlap pages of 1,072 in 8,832 ways, with a million pieces.
+OVERLAP_ENTRIES = 1 << 8
 # They take 0.4 GB. 128k tokens of 80 layers, from any memory order into any other, are 1.3 million at most.
 MAX_LISTED = 1 << 24
 _REMEDY = "choose memory orders that agree, and page sizes and interleaves that divide one another"

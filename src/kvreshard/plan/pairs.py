@@ -23,7 +23,7 @@ from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.budget import MAX_ENTRIES, TURN_ENTRIES, RequestBudget
+from kvreshard.plan.budget import RequestBudget
 from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, PagedCopies, cut_long
 from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
@@ -130,17 +130,16 @@ class GroupPair:
 
     def holders(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Sequence[int]:
         """Which of some transfers have anything of a page range: of many ranks that share the sequence, each has a few. No pattern is made."""
-        return self._turns(page_range, transfers)[0] if self._are_shared else range(len(transfers))
-
-    def _turns(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[tuple[int, ...], int]:
-        """`holders` where ranks share the sequence, and how many turns they have of the page range."""
-
-        def find() -> tuple[tuple[int, ...], int]:
-            turns = [_num_turns(transfer, page_range) for transfer in transfers]
-            return tuple(number for number, found in enumerate(turns) if found), sum(turns)
-
-        key = "turns", page_range.overlap, tuple([transfer.bases for transfer in transfers])
-        return transfers[0].pattern_cache.get(self, key, find, lambda found: 8 * len(found[0]))
+        if not self._are_shared:
+            return range(len(transfers))
+        key = "holders", page_range.overlap, tuple([transfer.bases for transfer in transfers])
+        found: tuple[int, ...] = transfers[0].pattern_cache.get(
+            self,
+            key,
+            lambda: tuple(n for n, transfer in enumerate(transfers) if _holds(transfer, page_range)),
+            lambda held: 8 * len(held),
+        )
+        return found
 
     def pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[OverlapPage, ...]:
         """What some of the transfers copy where two spans overlap as in this page range; kept for the next request."""
@@ -150,28 +149,21 @@ class GroupPair:
         )
 
     def copies(
-        self, page_ranges: Sequence[PageRange], transfers: tuple[RankTransfer, ...], budget: RequestBudget | None = None
+        self, page_ranges: Iterable[PageRange], transfers: tuple[RankTransfer, ...], budget: RequestBudget | None = None
     ) -> Iterator[PagedCopies]:
         """What some of the transfers copy of some page ranges, page by page. Raises BindError where it is more than the budget."""
-        budget, num_entries, are_shared = budget or RequestBudget(), 0, self._are_shared
-        if not are_shared:
-            budget.spend(len(page_ranges) * len(transfers), 0)
+        budget = budget or RequestBudget()
         for page_range in page_ranges:
-            if are_shared:
-                held, num_turns = self._turns(page_range, transfers)
-                budget.spend(len(held), TURN_ENTRIES * num_turns)
+            budget.spend(len(self.holders(page_range, transfers)), 0)
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):
-                num_entries += len(of.page.length)
-                if num_entries > MAX_ENTRIES:
-                    budget.spend(0, num_entries)
+                budget.spend(0, of.page.num_entries)
                 if of.src_step not in src_ids:
                     src_ids[of.src_step] = page_range.page_ids(page_range.src, self.src.span, of.src_step)
                 if of.dst_step not in dst_ids:
                     dst_ids[of.dst_step] = page_range.page_ids(page_range.dst, self.dst.span, of.dst_step)
                 yield PagedCopies(of.src_rank, of.dst_rank, of.page, src_ids[of.src_step], dst_ids[of.dst_step])
-        budget.spend(0, num_entries)
 
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
         together: dict[tuple[int, ...], list[Pattern]] = {}
@@ -202,14 +194,12 @@ class GroupPair:
         return Page(src, dst, length, region, src_stride, dst_stride, *counts, recurs)
 
 
-def _num_turns(transfer: RankTransfer, page_range: PageRange) -> int:
-    """How many turns a transfer has of a page range, about; 0 where it has nothing of it."""
+def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
+    """Whether a transfer has anything of a page range."""
     along, low = transfer.along, np.array([page_range.first])
-    if along is None:
-        return 1
-    held = count_in_windows(along.chosen, along.dst.owned, low, low + page_range.overlap.length)[0]
-    shared = (along.chosen, along.src.owned, along.dst.owned)
-    return -(-int(held) // min([owned.run for owned in shared if owned.period > 1], default=max(1, int(held))))
+    return along is None or bool(
+        count_in_windows(along.chosen, along.dst.owned, low, low + page_range.overlap.length)[0] > 0
+    )
 
 
 def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import tracemalloc
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, budget, compile_route, compile_routes, find_unwritten
 from kvreshard.plan.reads import plan_reads
+from kvreshard.plan.transfer import RankTransfer
 
 SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
 GOOD = request(SRC, DST, 10)
@@ -269,28 +269,22 @@ def test_a_layout_of_which_hardly_two_pages_overlap_alike_is_refused_before_memo
     assert peak_bytes < 500e6
 
 
-def test_a_request_whose_pages_each_overlap_in_a_way_of_their_own_is_refused_before_they_are_looked_at() -> None:
-    """62,500 patterns took 10 seconds, though each has a few runs."""
+def test_a_request_whose_pages_each_overlap_in_a_way_of_their_own_is_refused_before_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """62,500 ways took 10 seconds, though each has a few pieces."""
     kind = Attention(2, 8, "bfloat16")
     there = engine("prefill", tp=2, dcp=2, interleave=4095, page=4096, num_pages=130, kind=kind)
     here = engine("decode", page=16, num_pages=62_510, kind=kind)
     (route,) = compile_routes(there, here)
-    started_s = time.process_time()
-    with pytest.raises(BindError, match=r"overlap in \d+ different ways or more.*page sizes and interleaves"):
+    found: list[object] = []
+    look = RankTransfer.pattern
+    monkeypatch.setattr(RankTransfer, "pattern", lambda self, overlap: found.append(overlap) or look(self, overlap))
+    monkeypatch.setattr(budget, "MAX_ENTRIES", 500 * budget.OVERLAP_ENTRIES)
+    with pytest.raises(BindError, match=r"overlap in 499 different ways or more.*page sizes and interleaves"):
         plan_reads(route, request(there, here, 1_000_000))
-    assert time.process_time() - started_s < 5
-    assert plan_reads(route, request(there, here, 20_000)).direct
-
-
-def test_a_request_of_too_many_turns_is_refused_before_they_are_found() -> None:
-    """Each token is a turn, and no two pages overlap alike: half a million pieces, for each of which the others are looked at."""
-    there = engine("prefill", tp=4, dcp=4, page=1056, num_pages=260, stages=tuple(range(8)))
-    here = engine("decode", page=1072, num_pages=1000, stages=(0,) * 8)
-    (route,) = compile_routes(there, here)
-    started_s = time.process_time()
-    with pytest.raises(BindError, match=r"overlap in \d+ different ways or more"):
-        plan_reads(route, request(there, here, 1_000_000))
-    assert time.process_time() - started_s < 5
+    assert len(found) <= 500
+    assert plan_reads(route, request(there, here, 5_000)).direct
 
 
 def test_copies_that_must_be_listed_are_counted_over_all_groups_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
