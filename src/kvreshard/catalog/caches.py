@@ -47,9 +47,24 @@ def unwindowed(config: Config, _index: int) -> int | None:
     return None
 
 
-def tokens(source: Source, plus: int = 0) -> WindowRule:
-    """As many tokens as a field has, and `plus` more."""
-    return lambda config, _index: config.number(source) + plus
+def tokens(source: Source) -> WindowRule:
+    """As many tokens as a field has."""
+    return lambda config, _index: config.number(source)
+
+
+def plain_window(config: Config, _index: int) -> int | None:
+    """`sliding_window`. A file that says null has none, and in vLLM 0.32 all layers are full; nor has one that says 0 (`config/model.py:806`)."""
+    is_null = "sliding_window" in config.fields and not config.has("sliding_window")
+    return None if is_null else config.count("sliding_window")
+
+
+def cohere_window(config: Config, _index: int) -> int | None:
+    """A token sees `sliding_window` tokens beside itself."""
+    if not config.has("sliding_window"):
+        raise config.error(
+            "sliding_window", "is null or 0", "vLLM's class needs a number; give the tokens of the window"
+        )
+    return config.count("sliding_window") + 1
 
 
 def listed_tokens(field: str) -> WindowRule:
@@ -58,7 +73,7 @@ def listed_tokens(field: str) -> WindowRule:
 
 
 def chunk(config: Config, _index: int) -> int | None:
-    """A chunk keeps at most its own tokens, so it is a window of that size; a file without one has none."""
+    """Tokens of a chunk, at most which are kept; a file without chunks has full layers."""
     return config.count("attention_chunk_size") if config.has("attention_chunk_size") else None
 
 
@@ -75,14 +90,16 @@ usual_heads = heads(Config.num_kv_heads, Config.head_size)
 """`num_key_value_heads` x `head_dim`, or what the family has without them."""
 
 
-def attention(name: str = "attn", window: WindowRule = no_window, heads: HeadRule = usual_heads) -> CacheRule:
-    """K and V, of all tokens or of a window."""
+def attention(
+    name: str = "attn", window: WindowRule = no_window, heads: HeadRule = usual_heads, family: str = "window"
+) -> CacheRule:
+    """K and V, of all tokens or of a window, which `family` names."""
 
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         window_tokens = window(config, index)
         number, size, size_v = heads(config, index)
         own = Attention(number, size, config.dtype(), None if size_v == size else size_v, window_tokens)
-        return in_cache_dtypes(f"{layer}.{name}", index, own, "full" if window_tokens is None else "window")
+        return in_cache_dtypes(f"{layer}.{name}", index, own, "full" if window_tokens is None else family)
 
     return cache
 
@@ -263,7 +280,7 @@ def with_loops(config: Config, layers: Sequence[ModelLayer]) -> Sequence[ModelLa
 
 USUAL: Mapping[str, CacheRule] = {
     "full": attention(),
-    "window": attention(window=tokens("sliding_window")),
+    "window": attention(window=plain_window),
     "latent": latent(),
     "indexer": fixed("indexer", scaled_keys),
 }

@@ -115,8 +115,11 @@ class Config:
         if value is None and default is not None:
             return default
         if value is None:
+            is_zero = name == "sliding_window" and name in self.fields  # which the reader has made null
             raise self.error(
-                name, "is missing", "it shapes the cache; add it to a copy of the file, as the model was made"
+                name,
+                "is null or 0" if is_zero else "is missing",
+                "it shapes the cache; add it to a copy of the file, as the model was made",
             )
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, f"is {_shown(value)}", "give a whole number")

@@ -6,7 +6,7 @@
 4. Group and unify (`paging`), name the groups, then apply `page.<group>`.
 5. `kinds.assemble` lays out every rank; a rank with fewer heads than the largest has shorter pages, padded where they overlay.
 
-Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several (`window.0`).
+Groups are named by what they keep: `full`, `window`, `chunk`, `latent`, `compressor`, `state`, with a number where there are several (`window.0`).
 Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's layers, options of caches or
 groups that the engine does not have (`draft`, `conv`, `interior`, `page.<group>`), `pcp` of models with other caches than latents, and
 what `assemble` refuses.

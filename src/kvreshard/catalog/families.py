@@ -85,16 +85,16 @@ ATTENTION: Mapping[str, Family] = {
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
     "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), if_absent={"sliding_window": 4096},
-                      caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+                      caches={"window": attention(window=cache.cohere_window)}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), if_absent={"sliding_window": 4096},
-                          caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=128),
+                          caches={"window": attention(window=cache.cohere_window)}, kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Exaone4Config`, `exaone_moe.py`.
     "exaone4": Family(layers=rules.exaone4, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     "exaone_moe": Family(layers=rules.exaone4, predicts=mtp_like_first, expects={"sliding_windows": (), "mtp_layer_types": ()},
                          if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     # `Llama4TextConfig`, `llama4.py`.
     **dict.fromkeys(("llama4", "llama4_text"), Family(
-        layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk)},
+        layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk, family="chunk")},
         kv_heads=8, head_size=128)),
     # `minicpm3.py`: K and V are cached as they come out of the latent, V as wide as K.
     "minicpm3": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.minicpm3_head_size}),
@@ -116,7 +116,7 @@ ATTENTION: Mapping[str, Family] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(
         layers=sharing(rules.gemma4), expects={"use_bidirectional_attention": (False, "vision")}, reads_per_layer=True,
-        caches={"full": attention(heads=cache.gemma4_heads), "window": attention(window=tokens("sliding_window"), heads=cache.listed_heads)},
+        caches={"full": attention(heads=cache.gemma4_heads), "window": attention(window=cache.plain_window, heads=cache.listed_heads)},
         kv_heads=4, head_size=256)),
     # Other names for the usual fields: `GPT2Config`, `GPTJConfig`, `BloomConfig`, `OPTConfig`, `GPTNeoXConfig`, `telechat2.py`, `exaone.py`.
     **dict.fromkeys(("gpt2", "gptj"), Family(layers=ALL_OR_NONE, names=GPT_NAMES, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
@@ -159,9 +159,9 @@ ATTENTION: Mapping[str, Family] = {
                 "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_window_heads)}),
     "step3p5": Family(
         layers=rules.step3p5, predicts=mtp_behind, numbered_on=True, head_size=DERIVED,
-        caches={"full": attention(heads=cache.step_heads), "window": attention(window=tokens("sliding_window"), heads=cache.step_heads),
+        caches={"full": attention(heads=cache.step_heads), "window": attention(window=cache.plain_window, heads=cache.step_heads),
                 "other_full": attention(heads=cache.other_heads),
-                "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
+                "other_window": attention(window=cache.plain_window, heads=cache.other_heads)}),
     # `whisper_causal.py`
     **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), Family(layers=ALL_FULL, prepare=cache.refuse_listening)),
 }

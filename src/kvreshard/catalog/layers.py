@@ -9,6 +9,7 @@ A `Model` lists its caches in the order in which vLLM 0.32 registers them, becau
 |---|---|
 | `full` | K and V of all tokens |
 | `window` | the last tokens |
+| `chunk` | the tokens of the last chunk, which begins at a multiple of its size (Llama-4) |
 | `latent` | compressed vectors of all tokens |
 | `compressor` | the last tokens, not yet compressed (DeepSeek-V4) |
 | `ring` | the same, in one page per request (DeepSeek-V4.1, GLM-5-Next, Qwen4-Exp) |
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from kvreshard.kinds import Attention, Kind, Latent
 from kvreshard.model import LayoutError
 
-FAMILIES = ("full", "window", "latent", "compressor", "ring", "state")
+FAMILIES = ("full", "window", "chunk", "latent", "compressor", "ring", "state")
 NATIVE = "auto"
 PACKED = "fp8_ds_mla"
 # DeepSeek-V4.1's latents in four bits, and as GPUs before SM100 have them, which vLLM calls `fp8_ds_mla` too.

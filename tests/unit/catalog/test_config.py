@@ -401,13 +401,3 @@ def test_an_unknown_type_without_shaping_fields_is_plain_attention() -> None:
 def test_architectures_that_are_no_names_are_no_type(listed: object) -> None:
     with pytest.raises(LayoutError, match="'model_type': is missing"):
         read_model("m", {"architectures": listed, "dtype": "bfloat16"})
-
-
-@pytest.mark.parametrize("window", [None, 0])
-def test_a_window_that_a_file_leaves_empty_is_not_guessed(window: int | None) -> None:
-    """The class's default stands for a field that is absent; transformers leaves a null as it is."""
-    sizes = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-    fields = {"model_type": "gemma3_text", "hidden_size": 2048, "torch_dtype": "bfloat16", **sizes}
-    assert {layer.kind.window_tokens for layer in read_model("g", fields).layers} == {4096, None}
-    with pytest.raises(LayoutError, match="'sliding_window'"):
-        read_model("g", {**fields, "sliding_window": window})

@@ -62,6 +62,30 @@ def test_windows_of_further_types(raw: dict[str, Any], expected: list[int | None
     )
 
 
+@pytest.mark.parametrize("value", [None, 0])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3_text", "muse_glimmer_text", "exaone4", "exaone_moe", "afmoe", "gpt_oss", "gemma2"]
+)
+def test_an_explicit_null_is_no_window(model_type: str, value: int | None) -> None:
+    """transformers keeps it where the class has a default for an absent field, and vLLM makes null of 0: every layer is full."""
+    model = read_model("m", {**changed(PLAIN, model_type=model_type, head_dim=128), "sliding_window": value})
+    assert windows(model) == [None] * 4
+    assert {layer.family for layer in model.layers} == {"full"}
+
+
+@pytest.mark.parametrize("value", [None, 0])
+@pytest.mark.parametrize("model_type", ["cohere2", "cohere2_moe"])
+def test_a_class_that_needs_a_window_is_refused_without(model_type: str, value: int | None) -> None:
+    with pytest.raises(LayoutError, match="field 'sliding_window': is null or 0; vLLM's class needs a number"):
+        read_model("m", {**changed(PLAIN, model_type=model_type, head_dim=128), "sliding_window": value})
+
+
+def test_chunks_have_a_name_of_their_own() -> None:
+    model = read_model("m", LLAMA_4)
+    assert [layer.family for layer in model.layers] == ["chunk"] * 3 + ["full"]
+    assert geometry(model) == "3 x chunk 8192, 8 heads x 128; 1 x full, 8 heads x 128"
+
+
 @pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3"])
 def test_glm_and_others_predict_with_layers_like_their_own(model_type: str) -> None:
     model = read_model("m", changed(GLM, model_type=model_type))
