@@ -33,6 +33,8 @@ NESTED = ("text_config", "language_config", "llm_config")
 SPEAKING = "thinker_config"
 # Types whose language model is an object inside another.
 INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
+# Files of these keep the fields of the language model beside those of the encoder, and transformers makes its text configuration of them.
+FLAT: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
 ENCODERS = ("vision_config", "encoder_config")
@@ -316,6 +318,9 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
         if isinstance(inner, Mapping):
             fields = inner if inner.get("model_type") else {**inner, "model_type": around.get("model_type")}
             return _inside(Config(model, fields, f"{path}{name}.", around))
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in FLAT:
+        return Config(model, {**raw, "model_type": FLAT[kind]})
     return _inside(Config(model, raw))
 
 

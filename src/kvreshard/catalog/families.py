@@ -42,6 +42,8 @@ mamba1 = partial(state, "mamba", Mamba1, recurrent=Config.dtype)
 mamba2 = partial(state, "mamba", Mamba2, recurrent=Config.dtype)
 # fmt: off
 GPT_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
+# Of `LlamaConfig`, `MistralConfig` and `Qwen2Config`.
+SIZES_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 UNWINDOWED = attention(window=cache.unwindowed)
 ALL_FULL = uniform("full")
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
@@ -54,8 +56,8 @@ CONV_LAYERS = listed({"conv": "state", "full_attention": "full"}, rules.lfm2)
 
 ATTENTION: Mapping[str, Family] = {
     # By `layer_types`, else one window for all layers.
-    "llama": Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, if_absent={"sliding_window": 4096}),
+    "llama": Family(layers=BY_TYPE, if_partial=SIZES_7B, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, if_partial=SIZES_7B, if_absent={"sliding_window": 4096}),
     "starcoder2": Family(layers=BY_TYPE, kv_heads=2, head_size=DERIVED),
     **dict.fromkeys(("phi3", "granite", "granitemoe", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
     **dict.fromkeys(("granitemoeshared", "phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
@@ -68,7 +70,8 @@ ATTENTION: Mapping[str, Family] = {
     "glm4": Family(layers=ALL_OR_NONE, kv_heads=2, head_size=128),
     **dict.fromkeys(("nemotron", "cohere", "hyperclovax", "olmoe", "stablelm"), Family(layers=ALL_OR_NONE, head_size=DERIVED)),
     # Windows that must be switched on. Layers of Qwen2-MoE without types are of both, of which its class makes full ones.
-    "qwen2": Family(layers=SWITCHED, kv_heads=32, head_size=DERIVED),
+    "qwen2": Family(layers=SWITCHED, if_partial=SIZES_7B, kv_heads=32, head_size=DERIVED),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), Family(layers=Windows(switch=OFF, first=80), kv_heads=8, head_size=DERIVED)),
     "qwen3": Family(layers=SWITCHED, kv_heads=32, head_size=128),
     "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), kv_heads=16, head_size=DERIVED),
     "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), kv_heads=4, head_size=DERIVED),
@@ -266,7 +269,7 @@ HEAD_SIZES: Mapping[int | str, tuple[str, ...]] = {
     DERIVED: (
         "apertus", "arcee", "aria_text", "bitnet", "csm", "diffllama", "doge", "dots1", "emu3_text_model", "ernie4_5_vl_moe_text", "flex_olmo",
         "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "granite_swa", "granitemoe_swa", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text",
-        "jais2", "ministral", "moshi", "nanochat", "olmo3", "phi", "phi4_multimodal", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text",
+        "jais2", "ministral", "moshi", "nanochat", "olmo3", "phi", "phi4_multimodal", "qwen2_5_omni_text",
         "qwen3_omni_moe_text", "qwen3_vl_moe_text",
         # Without a class in transformers (vLLM 0.32, the file of the name; Qwen's in `dots_ocr` and `kimi_audio`).
         "deepseek", "dots_ocr", "internlm2", "kimi_audio", "minicpm", "minicpmo", "minicpmv", "molmo", "orion", "PanguEmbedded", "TeleFLM"),

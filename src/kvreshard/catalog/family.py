@@ -10,6 +10,7 @@ A row has columns of data and, where a family needs them, small functions:
 | `kv_heads`, `head_size` | defaults for `num_key_value_heads` and `head_dim` |
 | `names` | usual field -> its name in the file: `{"num_hidden_layers": "n_layer"}` |
 | `if_absent`, `if_null` | defaults of fields that are absent, or absent or null |
+| `if_partial` | defaults of fields that are absent in a `text_config`: those of LLaVA, Pixtral and Qwen2-Audio leave out what is the default |
 | `sets` | fields that the family computes, whatever value the file has; None is null |
 | `expects` | the values of a field whose caches are described; any other is refused |
 | `page_tokens`, `order` | vLLM's defaults for the engine |
@@ -65,6 +66,7 @@ class Family:
     head_size: int | str | None = field(default=None, compare=False)
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
     if_absent: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    if_partial: Mapping[str, Any] = field(default_factory=dict, compare=False)
     if_null: Mapping[str, Any] = field(default_factory=dict, compare=False)
     page_tokens: int = 16
     order: str = "LBNHC"

@@ -33,7 +33,7 @@ NATIVE = "auto"
 PACKED = "fp8_ds_mla"
 # DeepSeek-V4.1's latents in four bits, and as GPUs before SM100 have them, which vLLM calls `fp8_ds_mla` too.
 PACKED_FP4, PACKED_V4 = "nvfp4_ds_mla", "fp8_ds_mla_v4"
-CACHE_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3")
+CACHE_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
 # vLLM 0.32: an fp8 cache has one scale per tensor, a parameter of the layer that lies outside of the cache.
 PER_TENSOR = "scale-per-tensor"
 NO_KINDS: Mapping[str, Kind] = {}

@@ -47,6 +47,9 @@ WINDOW_FIELDS = ("sliding_window", "max_window_layers")
 CROSS_LAYER_FIELDS = ("cla_share_factor",)
 # Other names of the width, harmless with the same value.
 WIDTH_FIELDS = ("attention_head_dim", "attn_head_dim", "qk_head_dim", "v_head_dim", "head_size")
+# Types that vLLM 0.32 runs with `Qwen2Model`, which asserts that all layers have a window or none (`qwen2.py:351`).
+ONE_WINDOW = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text")
+TYPES_REMEDY = "`kvreshard models --types` lists the known ones"
 _ROLE = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)\Z")
 
 
@@ -64,7 +67,7 @@ def read_config(config: Config) -> Model:
     if not family.reads_per_layer:
         _check_per_layer(config)
     model = read_with_dtype(partial(_read, family), config)
-    return replace(model, doubts=tuple(_doubts(family, config)))
+    return replace(model, doubts=(*_doubts(family, config), *_mixed_windows(model, config)))
 
 
 def _read(family: Family, config: Config) -> Model:
@@ -103,7 +106,8 @@ def _read(family: Family, config: Config) -> Model:
 def _filled(family: Family, config: Config) -> Config:
     """The fields under their usual names, with those that the row knows without the file."""
     if_null = {name: value for name, value in family.if_null.items() if not config.has(name)}
-    config = config.with_fields(**{**family.if_absent, **config.fields, **if_null}).renamed(family.names)
+    if_absent = {**(family.if_partial if config.path else {}), **family.if_absent}
+    config = config.with_fields(**{**if_absent, **config.fields, **if_null}).renamed(family.names)
     config = family.prepare(config)
     computed = {name: None if source is None else config.number(source) for name, source in family.sets.items()}
     for name, allowed in family.expects.items():
@@ -132,6 +136,17 @@ def _doubts(family: Family, config: Config) -> Iterator[str]:
                 f"the file's architectures say {escaped(name, 60)}, which is of model type '{other}', and its model_type says "
                 f"'{escaped(config.model_type, 60)}', by which it was read; vLLM goes by architectures"
             )
+
+
+def _mixed_windows(model: Model, config: Config) -> Iterator[str]:
+    """A window in some layers only, where vLLM has a class that starts with all or none."""
+    families = [layer.family for layer in model.layers if not layer.optional]
+    last = config.fields.get("max_window_layers", 28)
+    if config.model_type in ONE_WINDOW and {"full", "window"} <= {*families} and last != model.num_layers:
+        yield (
+            f"{families.count('window')} of {model.num_layers} layers have a window (use_sliding_window, max_window_layers {escaped(last, 20)}); "
+            "vLLM 0.32 does not start with a window in some layers of this model type"
+        )
 
 
 def _are_kin(family: Family, other: Family) -> bool:
@@ -166,7 +181,7 @@ def _check_unknown(config: Config) -> None:
         raise config.error(
             name,
             f"is set, and model type '{config.model_type}' is not known",
-            "the field may shape the cache, so this is not read as plain attention; use a model of a known type",
+            f"the field may shape the cache, so this is not read as plain attention; {TYPES_REMEDY}",
         )
     # Families have different defaults for these.
     for name, is_known in (("num_key_value_heads", config.has("num_key_value_heads")), ("head_dim", has_width)):
@@ -174,7 +189,7 @@ def _check_unknown(config: Config) -> None:
             raise config.error(
                 name,
                 f"is missing, and model type '{config.model_type}' is not known",
-                "it shapes the cache; add it to a copy of the file, as the model was made",
+                f"it shapes the cache; add it to a copy of the file, as the model was made; {TYPES_REMEDY}",
             )
 
 

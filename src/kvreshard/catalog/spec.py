@@ -55,6 +55,11 @@ DTYPES: Mapping[str, str] = {
     "fp32": "float32",
     "fp8": "fp8_e4m3",
 }
+# The other values of vLLM 0.32's `--kv-cache-dtype` (`config/cache.py`).
+UNDESCRIBED = (
+    "fp8_inc", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
+    "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,15 @@ def _one_of(known: Mapping[str, Any]) -> Callable[[str, str], Any]:
     return read
 
 
+def _cache_dtype(key: str, value: str) -> Any:
+    if value.casefold() in UNDESCRIBED:
+        raise LayoutError(
+            f"engine option '{key}': vLLM has '{value}', but the pages of such a cache are not described here; ask an engine that runs: "
+            "kvreshard doctor --peer HOST:PORT"
+        )
+    return _one_of(DTYPES)(key, value)
+
+
 def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> LayoutError:
     """The error for a name that is none of `known`, with the nearest of them."""
     names = list(known)
@@ -203,7 +217,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
     **{name: (name, _count) for name in (*SIZES, "spec")},
     "order": ("order", _one_of({name: name for name in (*ALIASES, *ORDERS)})),
     "conv": ("conv_dim_first", _one_of(CONVOLUTIONS)),
-    "dtype": ("dtype", _one_of(DTYPES)),
+    "dtype": ("dtype", _cache_dtype),
     "draft": ("draft", _one_of(SWITCH)),
     "interior": ("interior", _one_of({name: name for name in INTERIORS})),
 }

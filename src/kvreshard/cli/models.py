@@ -1,11 +1,13 @@
 """`kvreshard models`: the models of the catalog, the sizes of their caches, and the sources of the numbers.
 
 Sizes are those of the whole model in its own dtype: bytes per token over all caches, a draft's too; and bytes per request that do not grow
-with it, of states and of full windows. One model, an id or the path of a `config.json`, is shown with all details.
+with it, of states and of full windows. One model, an id or the path of a `config.json`, is shown with all details, and with the warnings of
+`plan`. Where the file does not decide the dtype of the caches, sizes are those of bfloat16, and a note says so.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from fractions import Fraction
 from math import prod
@@ -17,9 +19,16 @@ from rich.table import Column
 
 from kvreshard.catalog import MODELS, EngineSpec, load
 from kvreshard.catalog import describe as describe_engine
+from kvreshard.catalog.config import FLAT
 from kvreshard.catalog.entries import geometry
-from kvreshard.cli.inputs import AsJson, complete_model
+from kvreshard.catalog.families import FAMILIES
+from kvreshard.catalog.spec import MAX_SHOWN
+from kvreshard.cli.inputs import AsJson, complete_model, judge, warn
 from kvreshard.cli.output import bytes_text, number, number_column, show_table, write_json
+from kvreshard.model.text import escaped
+
+ASSUMED_DTYPE = "bfloat16"
+ASSUMED = f"sizes are those of caches in {ASSUMED_DTYPE}, which is assumed"
 
 
 def models(
@@ -31,10 +40,15 @@ def models(
             autocompletion=complete_model,
         ),
     ] = None,
+    types: Annotated[bool, typer.Option("--types", help="List the model types that a config.json may have.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the models that the catalog knows, or show one of them."""
+    if types:
+        list_types(as_json)
+        return
     documents = [read_model(name) for name in ([model] if model is not None else MODELS)]
+    warn(tuple(found for document in documents for found in document["warnings"]) if model is not None else ())
     if as_json:
         write_json(documents)
     elif model is None:
@@ -43,11 +57,22 @@ def models(
         show_model(Console(), documents[0])
 
 
+def list_types(as_json: bool) -> None:
+    """The model types that have rules of their own."""
+    known = sorted({*FLAT, *(name for name, row in FAMILIES.items() if row.layers is not None)})
+    if as_json:
+        write_json(known)
+    else:
+        sys.stdout.write("".join(f"{name}\n" for name in known))
+
+
 def read_model(name: str) -> dict[str, Any]:
     """The document of one model, measured on an engine of one rank. Raises LayoutError."""
     model, entry = load(name), MODELS.get(name)
     per_token, in_windows, in_states = Fraction(0), Fraction(0), 0
-    layout = describe_engine(model, EngineSpec(), "engine")
+    undecided = next((layer.undecided for layer in model.layers if layer.undecided), "")
+    spec = EngineSpec(dtype=ASSUMED_DTYPE) if undecided else EngineSpec()
+    layout = describe_engine(model, spec, "engine")
     windows = {group.name: group.window_tokens for group in layout.groups}
     group_of = {shard.field: shard.geometry.group for rank in layout.ranks for shard in rank.shards}
     for field in layout.fields:
@@ -71,7 +96,8 @@ def read_model(name: str) -> dict[str, Any]:
         "state_bytes_per_request": in_states,
         "sources": list(entry.sources) if entry else [],
         "unconfirmed": dict(entry.unconfirmed) if entry else {},
-        "notes": list(entry.notes) if entry else [],
+        "notes": [*(entry.notes if entry else ()), *([f"{ASSUMED}: {undecided}"] if undecided else ())],
+        "warnings": list(judge(model, spec, escaped(name, MAX_SHOWN))),
     }
 
 

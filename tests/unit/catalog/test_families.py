@@ -278,3 +278,41 @@ def test_types_that_are_known_for_their_head_size_only_have_no_rules() -> None:
     others = [row for row in FAMILIES.values() if row.layers is None]
     assert len(others) > 40
     assert all(row.head_size is not None and not row.caches and row.kv_heads is None for row in others)
+
+
+QWEN_VL: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "torch_dtype": "bfloat16", "hidden_size": 3584,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "max_window_layers": 28, "sliding_window": 32768,
+    "use_sliding_window": False, "vision_start_token_id": 151652, "vision_config": {"hidden_size": 1280, "depth": 32},
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_published_files_of_qwen_vl_are_flat(model_type: str) -> None:
+    model = read_model("m", changed(QWEN_VL, model_type=model_type, architectures=None))
+    assert [layer.kind for layer in model.layers] == [Attention(4, 128, "bfloat16")] * 28
+    nested = {
+        "model_type": model_type,
+        "text_config": changed(QWEN_VL, model_type=f"{model_type}_text", architectures=None),
+    }
+    assert read_model("m", nested).layers == model.layers
+    assert read_model("m", QWEN_VL).doubts == ()
+    assert windows(read_model("m", changed(QWEN_VL, use_sliding_window=None))) == [None] * 28
+
+
+@pytest.mark.parametrize(
+    ("text", "num_layers", "kind"),
+    [
+        ({"model_type": "qwen2", "sliding_window": 32768, "vocab_size": 156032}, 32, Attention(32, 128, "bfloat16")),
+        ({"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40, "num_key_value_heads": 8,
+          "sliding_window": None}, 40, Attention(8, 128, "bfloat16")),
+        ({"model_type": "llama", "vocab_size": 32064}, 32, Attention(32, 128, "bfloat16")),
+    ],
+    ids=["Qwen2-Audio-7B", "Pixtral-12B", "LLaVA-1.5-7B"],
+)  # fmt: skip
+def test_a_text_config_leaves_out_what_is_the_default_of_its_class(
+    text: dict[str, Any], num_layers: int, kind: Attention
+) -> None:
+    model = read_model("m", {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": text})
+    assert [layer.kind for layer in model.layers] == [kind] * num_layers

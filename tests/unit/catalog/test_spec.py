@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvreshard.catalog import EngineSpec, parse_engine
+from kvreshard.catalog import EngineSpec, describe, load, parse_engine
 from kvreshard.model import LayoutError
 
 
@@ -95,3 +95,15 @@ def test_a_typo_is_answered(text: str, message: str) -> None:
 def test_a_spec_made_by_hand_is_checked_too(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         EngineSpec(**fields)
+
+
+def test_cache_dtypes_of_vllm() -> None:
+    """Those that are described, and those that vLLM has and this command does not describe: no other one is proposed for them."""
+    layout = describe(load("llama-3.1-8b"), parse_engine("dtype=fp8_e5m2"), "e")
+    assert {(field.encoding, field.element_bytes) for field in layout.fields} == {("fp8_e5m2/scale-per-tensor", 1)}
+    for value in ("nvfp4", "int8_per_token_head", "fp8_inc"):
+        with pytest.raises(
+            LayoutError, match=f"vLLM has '{value}', but the pages of such a cache are not described here"
+        ) as caught:
+            parse_engine(f"dtype={value}")
+        assert "did you mean" not in str(caught.value)

@@ -103,3 +103,44 @@ def test_a_name_that_plan_would_refuse_is_not_written(run, tmp_path: Path, name:
     assert (result.exit_code, result.stderr.count("\n"), "\x1b" in result.stderr) == (2, 1, False)
     assert "must have 1 to 256 characters, all of them visible" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+PLAIN = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+QWEN = {
+    **PLAIN,
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "num_key_value_heads": 2,
+    "use_sliding_window": True,
+    "sliding_window": 64,
+    "max_window_layers": 1,
+}
+
+
+def test_a_model_without_a_dtype_is_shown_with_an_assumed_one(run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN))
+    result = run("models", tmp_path, "--json")
+    (found,) = json.loads(result.stdout)
+    assert (result.exit_code, found["bytes_per_token"]) == (0, 2 * 2 * 4 * 16 * 2)
+    assert "sizes are those of caches in bfloat16, which is assumed: " in found["notes"][0]
+    assert "field 'dtype': is missing" in found["notes"][0]
+    assert "bfloat16, which is assumed" in run("models", tmp_path).stdout
+
+
+def test_models_warns_as_plan_does(run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    told = "1 of 2 layers have a window (use_sliding_window, max_window_layers 1); vLLM 0.32 does not start"
+    result = run("models", tmp_path, "--json")
+    assert told in result.stderr
+    assert told in json.loads(result.stdout)[0]["warnings"][0]
+    assert told in run("plan", "--model", tmp_path, "--prefill", "tp=1", "--decode", "tp=2").stderr
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "max_window_layers": 2}))
+    assert run("models", tmp_path).stderr == ""
+
+
+def test_the_known_types_are_listed_and_named_where_one_is_not_known(run, tmp_path: Path) -> None:
+    listed = run("models", "--types").stdout.splitlines()
+    assert json.loads(run("models", "--types", "--json").stdout) == listed
+    assert {"llama", "qwen2_vl_text", "gpt_oss"} <= set(listed)
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "model_type": "odd", "torch_dtype": "bfloat16"}))
+    assert "`kvreshard models --types` lists the known ones" in run("models", tmp_path).stderr
