@@ -1,9 +1,10 @@
 """The command line: its commands, and the report of every failure.
 
-Exit codes: 0 done; 1 a verification found something wrong, a replay differs, or the doctor found an error; 2 bad input, a refusal or a
-stdout that cannot be written; 130 interrupted; 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr (wrapped
-at words in a terminal), never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its one document. What
-vLLM would not run is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself shows its traceback.
+Exit codes: 0 done; 1 a verification found something wrong, a replay differs, the doctor found an error, or `top` reached no engine; 2 bad
+input, a refusal or a stdout that cannot be written; 130 interrupted; 141 the reader of a pipe went away. A failure is one line `error: ...`
+on stderr (wrapped at words in a terminal), never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its
+one document. What vLLM would not run is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvreshard.cli.describe import describe
 from kvreshard.cli.doctor import doctor
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
-from kvreshard.cli.output import OutputError, PipeClosedError, forget, tell, write_json, writing
+from kvreshard.cli.output import OutputError, PipeClosedError, escape_unencodable, forget, tell, write_json, writing
 from kvreshard.cli.plan import plan
 from kvreshard.cli.replay import replay_file
 from kvreshard.cli.top import top
@@ -77,6 +78,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        escape_unencodable()
         words = list(sys.argv[1:] if args is None else args)
         options["standalone_mode"] = False
         options["prog_name"] = (

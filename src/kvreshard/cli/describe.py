@@ -13,8 +13,8 @@ import typer
 
 from kvreshard.catalog import EngineSpec, load, parse_engine
 from kvreshard.cli.inputs import Draft, Pages, describe_engine, engine_option, model_option, warn, write_whole
-from kvreshard.cli.output import bytes_text, write_json
-from kvreshard.model import wire
+from kvreshard.cli.output import bytes_text, write_encoded, write_json
+from kvreshard.model import KvReshardError, wire
 from kvreshard.model.text import counted
 
 
@@ -32,8 +32,14 @@ def describe(
     layout = described.layout
     warn(described.warnings)
     content = wire.encode(layout, "json") + b"\n"
+    try:
+        wire.decode(content, "json")
+    except KvReshardError as error:
+        raise type(error)(
+            f"engine '{name}': no engine and no command would read this layout: {error}; nothing was written"
+        ) from None
     if output is None:
-        sys.stdout.write(content.decode())
+        write_encoded(content)
         return
     write_whole(output, content)
     sizes = {"ranks": len(layout.ranks), "fields": len(layout.fields), "groups": len(layout.groups)}

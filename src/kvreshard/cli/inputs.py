@@ -64,9 +64,7 @@ def _read_engine(given: str | EngineSpec) -> EngineSpec:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Draft = Annotated[str | None, model_option("Model of a draft whose caches come behind: id or path.")]
-Pages = Annotated[
-    int | None, typer.Option(min=2, max=1 << 32, help="Pages of each pool, page 0 among them, which is never used.")
-]
+Pages = Annotated[int | None, typer.Option(help="Pages of each pool, page 0 among them, which is never used.")]
 CostModelFile = Annotated[
     Path | None,
     typer.Option(help="Constants of this host, from `kvreshard bench --calibrate`; not given: the defaults."),
@@ -135,21 +133,22 @@ def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: under a temporary name beside what a link leads to, then renamed. Raises InputError."""
-    if not path.name:
-        raise InputError(f"output file '{path}' is a folder, or no name was given; give the name of a file")
-    target = path.resolve()
-    part = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    if not path.name or str(path) == "-":
+        raise InputError(f"output file '{path}' is no name of a file; give one, or /dev/stdout to have it on stdout")
     try:
+        path = path.resolve() if path.is_symlink() else path
+        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # a pipe or /dev/stdout cannot be replaced
             return
         try:
             part.write_bytes(content)
-            part.replace(target)
+            part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"output file '{path}' cannot be written: {error.strerror}; nothing was written") from None
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is a link to itself"
+        raise InputError(f"output file '{path}' cannot be written: {why}; nothing was written") from None
 
 
 def describe_engine(
@@ -160,8 +159,17 @@ def describe_engine(
         raise InputError(
             f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
         )
-    layout = describe(model, spec, name, pages)
-    if num_tokens is not None and pages is None and spec.pages is None:
+    if pages is not None:
+        if spec.pages is not None and spec.pages != pages:
+            raise InputError(
+                f"--pages {pages} and pages={spec.pages} of engine '{name}' are two sizes; give one of them"
+            )
+        try:
+            spec = replace(spec, pages=pages)
+        except KvReshardError as error:
+            raise InputError(f"--pages {pages}: {error}") from None
+    layout = describe(model, spec, name)
+    if num_tokens is not None and spec.pages is None:
         needed = pages_needed(layout, 1, num_tokens)
         if needed > min(group.num_pages for group in layout.groups):
             layout = describe(model, spec, name, needed)

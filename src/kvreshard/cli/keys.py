@@ -20,7 +20,7 @@ from kvreshard.model import KvReshardError
 
 def keys(
     directory: Annotated[
-        Path, typer.Argument(help="Where to write NAME.key and NAME.key_secret; made if it is not there.")
+        str, typer.Argument(help="Where to write NAME.key and NAME.key_secret; made if it is not there.")
     ],
     name: Annotated[str, typer.Option(help="Name of the two files.")] = "kvreshard",
     as_json: AsJson = False,
@@ -28,11 +28,15 @@ def keys(
     """Make a key pair for the handshakes between engines."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise KvReshardError(f"{name!r} is no name for key files; use letters, digits, '.', '_' and '-'")
+    if not directory:
+        raise KvReshardError(
+            "the directory is empty; name one, or . for the current one, and check whether a shell variable is unset"
+        )
     try:
         from kvreshard.session.keys import write_keys
     except ModuleNotFoundError as error:
         raise KvReshardError(f"keys need pyzmq ({error}); pip install pyzmq") from error
-    public_file, secret_file = write_keys(directory, name)
+    public_file, secret_file = write_keys(Path(directory), name)
     if as_json:
         write_json({"public_key_file": str(public_file), "secret_key_file": str(secret_file)})
         return

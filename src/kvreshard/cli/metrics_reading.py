@@ -147,6 +147,7 @@ def read_url(engine: str) -> str:
             found.scheme in ("http", "https")
             and found.hostname
             and found.port != 0
+            and (found.port is not None or "://" in engine)
             and text.isprintable()
             and " " not in text
         ):

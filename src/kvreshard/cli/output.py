@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import escaped
 from kvreshard.plan.explain import number_ranges
 
 # Errors of write(2) for a file, a disk or a terminal that takes no more.
@@ -99,7 +101,7 @@ def show_table(
     console: Console, title: str, columns: Sequence[Column], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
 ) -> None:
     """A titled table, notes below and an empty line. A column with `no_wrap` is shown whole or, where the terminal is too narrow, not as a table."""
-    rows = [tuple(row) for row in rows]
+    rows = [tuple(escaped(cell) for cell in row) for row in rows]
     widths = fit_columns(columns, rows, console.width) if console.is_terminal else None
     if title:
         show_line(console, title, "bold")
@@ -166,7 +168,8 @@ def plain_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> lis
 
 
 def show_line(console: Console, text: str, style: str = "") -> None:
-    """A line, wrapped at words in a terminal; the first word has its colour of `STYLES`."""
+    """A line, wrapped at words in a terminal, invisible characters escaped; the first word has its colour of `STYLES`."""
+    text = escaped(text)
     if not console.is_terminal:
         _write_line(console, text)
         return
@@ -180,8 +183,30 @@ def _write_line(console: Console, text: str) -> None:
 
 
 def write_json(document: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    """One JSON document on stdout, with escapes for what its encoding or JSON cannot carry: a path may be any bytes."""
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(document, indent=1)
+    sys.stdout.write(text + "\n")
+
+
+def write_encoded(content: bytes) -> None:
+    """JSON that is encoded already."""
+    text = content.decode()
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        write_json(json.loads(text))
+    else:
+        sys.stdout.write(text)
+
+
+def escape_unencodable() -> None:
+    """Make stdout write escapes for characters that its encoding lacks, as stderr does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def bytes_text(count: int | Fraction) -> str:

@@ -64,6 +64,8 @@ def top(
         write_json([document(url, window) for url, window in windows.items()])
     else:
         show(console, windows)
+    if all(window.now.error for window in windows.values()):
+        raise typer.Exit(1)
 
 
 def watch(console: Console, urls: Sequence[str], before: list[Reading], interval_s: float) -> None:

@@ -144,3 +144,28 @@ def test_the_known_types_are_listed_and_named_where_one_is_not_known(run, tmp_pa
     assert {"llama", "qwen2_vl_text", "gpt_oss"} <= set(listed)
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "model_type": "odd", "torch_dtype": "bfloat16"}))
     assert "`kvreshard models --types` lists the known ones" in run("models", tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--engine", "pages=100", "--pages", 200), "--pages 200 and pages=100 of engine 'engine' are two sizes"),
+        (("--pages", 1), "a pool has at least 2"),
+        (("--output", "-"), "give one, or /dev/stdout"),
+        (("--output", "{tmp}/loop"), "it is a link to itself; nothing was written"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_error(run, tmp_path: Path, options: tuple[object, ...], told: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    result = run("describe", "--model", "llama-3.1-8b", *(str(word).format(tmp=tmp_path) for word in options))
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert told in result.stderr
+
+
+def test_a_layout_that_no_command_would_read_is_not_written(run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**PLAIN, "torch_dtype": "bfloat16", "num_hidden_layers": 9_000}))
+    result = run("describe", "--model", config, "--output", tmp_path / "layout.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no engine and no command would read this layout" in result.stderr
+    assert not (tmp_path / "layout.json").exists()

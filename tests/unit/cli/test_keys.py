@@ -35,3 +35,8 @@ def test_a_name_that_is_a_path_and_a_second_pair_are_refused(tmp_path: Path) -> 
     for arguments, told in ((["--name", "../x"], "is no name for key files"), ([], ""), ([], "already")):
         result = CliRunner().invoke(app, ["keys", str(tmp_path), *arguments])
         assert (result.exit_code, told in result.output) == (2 if told else 0, True)
+
+
+def test_a_directory_without_a_name_is_refused() -> None:
+    result = CliRunner().invoke(app, ["keys", ""])
+    assert (result.exit_code, "the directory is empty" in result.output) == (2, True)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,16 @@ def test_a_pipe_without_a_reader_is_exit_code_141(words: list[str]) -> None:
 def test_a_stderr_that_takes_nothing_leaves_the_exit_code() -> None:
     assert run_shell(["plan", "a.json"], "2> /dev/full").returncode == 2
     assert run_shell(["plan", "a.json"], "2>&-").returncode == 2
+
+
+def test_characters_that_stdout_lacks_are_escaped(tmp_path: Path) -> None:
+    config = tmp_path / "m\u00fc.json"
+    config.write_text(
+        '{"model_type": "llama", "torch_dtype": "bfloat16", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}'
+    )
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    for options in ([], ["--json"]):
+        command = [*KVRESHARD, "models", str(config), *options]
+        done = subprocess.run(command, check=False, capture_output=True, env=env)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert (b"m\\u00fc.json" if options else b"m\\xfc.json") in done.stdout

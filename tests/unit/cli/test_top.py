@@ -260,7 +260,19 @@ def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    ["", "file:///etc/passwd", "http://", "ftp://h/x", "h:notaport", "h:0", "h:99999", "a b:1", "h:1\n", "http://[::1"],
+    [
+        "",
+        "file:///etc/passwd",
+        "foo",
+        "http://",
+        "ftp://h/x",
+        "h:notaport",
+        "h:0",
+        "h:99999",
+        "a b:1",
+        "h:1\n",
+        "http://[::1",
+    ],
 )
 def test_what_is_no_address_is_refused(engine: str) -> None:
     with pytest.raises(BadParameter):
@@ -291,3 +303,10 @@ def test_the_command_shows_engines_side_by_side() -> None:
     refused = subprocess.run([*command[:4], "ftp://x"], capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "is no engine to watch" in refused.stderr
+
+
+def test_where_nobody_answers_the_exit_code_says_so() -> None:
+    command = [sys.executable, "-m", "kvreshard", "top", "127.0.0.1:9", "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "cannot be reached" in done.stdout
