@@ -19,6 +19,8 @@ other way, since the prefill engine reads the last answer first.
 
 Of each role the engine with the fewest requests is asked, of those that answered `/health` last time. Without a prefill engine the decode engine
 computes the prompt. When a client goes away, its requests are ended at the engines too. `GET /health` says 200 while a decode engine is there.
+
+It needs httpx, starlette and uvicorn, which vLLM brings along.
 """
 
 import argparse

@@ -94,6 +94,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=0), "num_pages is 0; page 0 stands for no page"),
     (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=2.5), "num_pages is 2.5, and must be a whole number"),
     (lambda: kv.compile_routes(LAYOUT, LAYOUT, way="foo"), "way is 'foo', and must be 'direct' or 'staged'"),
+    (lambda: kv.compile_routes(LAYOUT, LAYOUT, ranks="0"), "a rank is '0', and must be a whole number"),
     (lambda: kv.find_unwritten(LAYOUT, 9, REQUEST, []), "engine 'engine' has no rank 9; its ranks are [0]"),
     (lambda: kv.explain([]), "explain takes routes of one pair of engines"),
     (lambda: kv.relocate(LAYOUT, {}), "engine 'engine': no address is given for region"),

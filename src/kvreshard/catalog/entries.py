@@ -144,6 +144,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _unknown(model: str, path: Path) -> LayoutError:
     """The error for a model that is nowhere. Of `organisation/name`, as hubs write it, the name is compared."""
+    if not model:
+        return LayoutError(
+            "the model's name is empty; give an id or the path of a config.json, and check whether a shell variable is unset"
+        )
     name = model.rstrip("/").rpartition("/")[2].casefold()
     near = difflib.get_close_matches(name, MODELS, 1, 0.5)
     what = f"model '{escaped(model, MAX_SHOWN)}' is not known, nor is there a file '{escaped(path, MAX_SHOWN)}'"

@@ -140,7 +140,8 @@ def read_side(
     num_given = sum(value is not None for value in (layout, decode, prefill))
     if len(peers) > 2 or num_given > 1 or (num_given and len(peers) != 1):
         raise InputError(
-            "give one --peer with one of --layout, --decode or --prefill for this side, or two peers and nothing of this side"
+            f"{counted(len(peers), 'peer')} and {counted(num_given, 'engine')} of this side: give one --peer with one of --layout, --decode or "
+            "--prefill, or two peers and no engine"
         )
     if (model is None) == bool(decode or prefill):
         raise InputError("--model goes with --decode or --prefill tp=..., and they with --model")

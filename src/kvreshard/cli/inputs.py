@@ -18,7 +18,7 @@ import typer
 from kvreshard.catalog import MODELS, EngineSpec, Model, assumed, describe, load, parse_engine, warnings
 from kvreshard.catalog.spec import engine_keys
 from kvreshard.cli.output import tell
-from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, wire
+from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.changed import replace
 from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
 from kvreshard.model.wire import MAX_MESSAGE_BYTES
@@ -115,6 +115,10 @@ def read_layout(path: Path, side: Side | None = None) -> EngineLayout:
     content = read_bytes(path, MAX_MESSAGE_BYTES, what)
     try:
         return wire.decode(content, "json")
+    except WireError as error:
+        raise WireError(
+            f"{what} '{path}': {error}; `kvreshard describe` writes one, and a config.json goes with --model"
+        ) from None
     except KvReshardError as error:
         raise type(error)(f"{what} '{path}': {error}") from None
 

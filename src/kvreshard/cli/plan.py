@@ -174,7 +174,7 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
 
 
 def _invent(pair: Pair, tokens: int, hit: int) -> tuple[Request, str]:
-    what = f"a request of {tokens:,} tokens" + (f", {hit:,} of them there already" if hit else "")
+    what = f"a request of {tokens:,} token{'s' * (tokens != 1)}" + (f", {hit:,} of them there already" if hit else "")
     return plain_request(pair.prefill, pair.decode, tokens, hit), what
 
 

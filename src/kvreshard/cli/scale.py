@@ -67,7 +67,7 @@ def fit(
         if wanted <= num_stages or fitted.num_layers > wanted:
             raise InputError(
                 f"{counted(num_requests, 'request')} of {counted(num_tokens, 'token')} need {bytes_text(fitted.pool_bytes)} even with "
-                f"{fitted.num_layers} of {model.num_layers} layers, and {bytes_text(BUDGET_BYTES)} are taken by default: give "
+                f"{fitted.num_layers} of {model.num_layers} layers, and {bytes_text(BUDGET_BYTES)} are the most that is taken by default: give "
                 "fewer --requests or --tokens, or say how many --layers"
             )
         wanted = max(num_stages, min(wanted - 1, wanted * BUDGET_BYTES // fitted.pool_bytes))

@@ -174,7 +174,7 @@ def _planes_view(views: Mapping[str, PageView]) -> PageView:
     view = views["kv"]
     if view.state_step != view.shape.cell_bytes:
         raise LayoutError(
-            f"interiors with planes or tiles need each head's tokens side by side (order HND); states are "
-            f"{view.state_step} bytes apart instead of {view.shape.cell_bytes}"
+            f"interiors with planes or tiles need each head's tokens side by side, and tokens are {view.state_step} bytes apart instead of "
+            f"{view.shape.cell_bytes}; add order=HND to this engine"
         )
     return view

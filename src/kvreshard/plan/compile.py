@@ -15,6 +15,7 @@ from typing import get_args
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch, UsageError
+from kvreshard.model.expect import expect_whole
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.model.rank import Rank
@@ -165,5 +166,7 @@ def compile_routes(
             f"way is {way!r:.80}, and must be {' or '.join(map(repr, get_args(Way)))}, or None for what is faster"
         )
     election = elect(src, dst, match_fields(src, dst).names)
-    numbers = list(dst.rank_by_number) if ranks is None else list(dict.fromkeys(ranks))
+    numbers = list(dst.rank_by_number if ranks is None else dict.fromkeys(ranks))
+    for number in numbers:
+        expect_whole(number, "a rank")
     return [compile_route(src, dst, number, election=election, cost=cost or CostModel(), way=way) for number in numbers]

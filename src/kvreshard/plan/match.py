@@ -77,7 +77,7 @@ def _with_fields(findings: Mapping[str, Sequence[str]]) -> list[str]:
 def _one_sided(field: Field, having: EngineLayout, lacking: EngineLayout, *, is_needed: bool) -> str:
     if field.optional:
         lost = (
-            "; its draft begins without a cache of what is loaded, and guesses worse: draft on both sides"
+            "; the draft starts without the cache of what is loaded, so that fewer of its tokens are accepted; run the same draft on both sides"
             if is_needed
             else ""
         )

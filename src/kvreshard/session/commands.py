@@ -197,7 +197,7 @@ class EndpointOptions:
         paused_renewal_s: how long leases are renewed for an engine that does not step, since it is paused.
         retry_s: how long a peer that could not be met is not asked again.
         peer_ttl_s: how long a peer is known from which nothing is read.
-        allow_mismatch: facts of the engine metadata that may differ.
+        allow_mismatch: properties of the engine metadata that may differ.
         keys: for handshakes; None if the engines use none.
         cost: what copies cost here, to choose between direct and staged.
     """

@@ -116,7 +116,9 @@ def _read_file(path: Path) -> _File:
         with path.open("rb") as file:
             found = msgspec.json.decode(file.read(MAX_BYTES), type=_File)  # a longer file is cut, and so no JSON
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise KvReshardError(f"constants file {path} cannot be read: {error}; remove it or name another") from error
+        raise KvReshardError(
+            f"constants file {path} cannot be read: {error}; `kvreshard bench --calibrate` writes such a file anew"
+        ) from error
     if found.form != FORM:
         raise KvReshardError(f"constants file {path} is a '{found.form}', not a '{FORM}'; name another")
     return found

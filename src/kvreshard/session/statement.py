@@ -28,8 +28,6 @@ from kvreshard.session.seal import SEAL_BYTES, Seal, SealError, check_seal, make
 FORM = "kvreshard.statement"
 VERSION = 1
 MAX_DETAILS_BYTES = 1 << 20
-# Only so that it is not infinite: an engine that was paused between two tokens expects the same of all others.
-MAX_LEFT_S = 1e12
 # Page ids of all groups of a million tokens.
 MAX_STATEMENT_BYTES = 32 << 20
 _PAGE = np.dtype("<i8")
@@ -105,7 +103,7 @@ class Answer(msgspec.Struct, frozen=True):
     state: State
     text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
     statement: Statement | None = None
-    left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEFT_S)] | None = None
+    left_s: float | None = None
 
 
 class _Reply(msgspec.Struct, frozen=True):

@@ -27,7 +27,6 @@ from kvreshard.session.engine_metadata import (
 from kvreshard.session.handshake_client import HandshakeClient, fetch_engine_metadata, send_outcome
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
-from kvreshard.session.statement import Answer, encode_reply, read_reply
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -71,12 +70,6 @@ def test_the_engine_metadata_arrives_whole(listener: HandshakeServer) -> None:
 def test_a_lease_lasts_seconds_that_there_are(lease_s: float) -> None:
     with pytest.raises(WireError, match=r"Expected `float` .* at `\$\.lease_s`"):
         decode_engine_metadata(encode_engine_metadata(replace(engine_metadata(model="m"), lease_s=lease_s)))
-
-
-@pytest.mark.parametrize("left_s", [float("nan"), float("inf"), -1.0])
-def test_what_is_left_of_a_prefill_is_a_number_of_seconds(left_s: float) -> None:
-    with pytest.raises(HandshakeError, match=r"Expected `float` .*left_s"):
-        read_reply(encode_reply({0: Answer("heard", left_s=left_s)}))
 
 
 def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeMessage]) -> None:
