@@ -90,7 +90,7 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
             first.dst_rank,
             ((page.src_start - page.src_start[0])[:, None] + src).reshape(-1),
             ((page.dst_start - page.dst_start[0])[:, None] + dst).reshape(-1),
-            np.tile(length, page.num_entries),
+            np.broadcast_to(length, (page.num_entries, len(length))).reshape(-1),
         )
 
     def _by_page(self) -> Iterator[PagedCopies]:

@@ -164,10 +164,10 @@ def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tup
     """
     if len(src) < 2:
         return src, dst, length
-    begins = np.concatenate([[True], ~continues(src, dst, length)])
-    starts = np.flatnonzero(begins)
+    begins = np.ones(len(src), dtype=bool)
+    begins[1:] = ~continues(src, dst, length)
     before = np.add.accumulate(length) - length
-    share = (before - np.repeat(before[starts], np.diff(starts, append=len(src)))) // max_bytes
+    share = (before - np.maximum.accumulate(before * begins)) // max_bytes
     begins[1:] |= share[1:] != share[:-1]
     first = np.flatnonzero(begins)
     return src[first], dst[first], np.add.reduceat(length, first)
