@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.expect import expect
@@ -35,16 +34,21 @@ _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
 class Used(NamedTuple):
-    """A group's block table, and which of its entries are read or written."""
+    """A group's block table, and the ranges of its entries that are read or written; they may overlap."""
 
     group: Group
     pages: Int64s
-    entries: NDArray[np.bool_]
+    ranges: set[tuple[int, int]]
 
     @property
     def ids(self) -> Int64s:
-        """The page ids."""
-        return self.pages[self.entries]
+        """The page ids, each entry's once."""
+        end, found = 0, []
+        for start, stop in sorted(self.ranges):
+            if stop > end:
+                found.append(self.pages[max(start, end) : stop])
+                end = stop
+        return joined(found) if found else _NO_PAGES
 
 
 def check_request(route: Route, request: Request) -> None:
@@ -69,15 +73,14 @@ def check_request(route: Route, request: Request) -> None:
             _check_state(pair, *tables)
         for side, table, used in zip((pair.src, pair.dst), tables, (src_used, dst_used), strict=True):
             if side.group.name not in used:
-                used[side.group.name] = Used(side.group, table.pages, np.zeros(len(table.pages), dtype=bool))
-            entries = used[side.group.name].entries
+                used[side.group.name] = Used(side.group, table.pages, set())
+            ranges = used[side.group.name].ranges
             if side.owned is None or pair.sequence is None:
-                entries[:] = True
+                ranges.add((0, len(table.pages)))
                 continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
-                start, stop = _entries(pair.sequence, side, side.owned, table, interval)
-                entries[start:stop] = True
+                ranges.add(_entries(pair.sequence, side, side.owned, table, interval))
     for what, of_side in (("source", src_used), ("destination", dst_used)):
         for used_pages in of_side.values():
             _check_ids(used_pages.group, used_pages.ids, what)

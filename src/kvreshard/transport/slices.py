@@ -53,14 +53,14 @@ class RowSet(msgspec.Struct, frozen=True, eq=False):
 
     `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
     shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote. `costs`: of all rows before each, and of all, shape (n + 1,).
-    `counts`: how many pages there are, local and remote; 1 for a list.
+    `first_index`: NIXL's index of page 0 of each entry, local and remote, shape (2, entries, 1); none for a list.
     """
 
     kinds: tuple[str, str]
     local: Rows
     remote: Rows
     costs: Int64s
-    counts: tuple[int, int]
+    first_index: NDArray[np.int32]
 
 
 Pages = NDArray[np.int32]
@@ -85,8 +85,7 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
             return self.row_set.local[self.first : self.stop], self.row_set.remote[self.first : self.stop]
         num_pages = self.pages.shape[1]
         low, high = self.first // num_pages, -(-self.stop // num_pages)
-        entries = np.arange(low, high, dtype=np.int32)[:, None] * np.array(self.row_set.counts, np.int32)[:, None, None]
-        local, remote = (entries + self.pages[:, None, :]).reshape(2, -1)
+        local, remote = (self.row_set.first_index[:, low:high] + self.pages[:, None, :]).reshape(2, -1)
         own = slice(self.first - low * num_pages, self.stop - low * num_pages)
         return local[own], remote[own]
 
@@ -97,13 +96,13 @@ class Cursor:
     Row sets are taken one at a time, so that they may be made as they are posted.
     """
 
-    __slots__ = ("_left", "_next", "_pages", "_row_set")
+    __slots__ = ("_before", "_left", "_next", "_pages", "_row_set")
 
     def __init__(self, row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
         self._left: Iterator[RowSet] = iter(row_sets if pages is None or len(pages[0]) else ())
         self._row_set = next(self._left, None)
         self._pages = None if pages is None else np.array(pages, dtype=np.int32)
-        self._next = 0
+        self._next = self._before = 0
 
     @property
     def exhausted(self) -> bool:
@@ -120,15 +119,16 @@ class Cursor:
         if row_set is None:
             raise IndexError("no copies are left")
         costs, num_pages = row_set.costs, 1 if self._pages is None else self._pages.shape[1]
-        end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
+        end, before = (len(costs) - 1) * num_pages, self._before
         row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
         stop = row * num_pages
         if row < len(costs) - 1:
             stop += (before + budget_bytes - int(costs[row]) * num_pages) // int(costs[row + 1] - costs[row])
         self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
+        self._before = cost = _cost_before(costs, num_pages, stop)
         if stop == end:
-            self._row_set, self._next = next(self._left, None), 0
-        return Slice(row_set, self._pages, first, stop, _cost_before(costs, num_pages, stop) - before)
+            self._row_set, self._next, self._before = next(self._left, None), 0, 0
+        return Slice(row_set, self._pages, first, stop, cost - before)
 
 
 def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
@@ -171,7 +171,7 @@ def make_rows(
     is_page = isinstance(copies, Page)
     local_rows, local_kind = _rows(local, starts[here], length, pages[here] if is_page else None)
     remote_rows, remote_kind = _rows(remote, starts[there], length, pages[there] if is_page else None)
-    kinds, counts = 2 * local_kind + remote_kind, (pages[here][1], pages[there][1])
+    kinds, counts = 2 * local_kind + remote_kind, (pages[here][1], pages[there][1]) if is_page else None
     if isinstance(kinds, int):
         return [_row_set(kinds, local_rows, remote_rows, counts)]
     chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
@@ -251,10 +251,13 @@ def _device(name: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int]) -> RowSet:
+def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int] | None) -> RowSet:
+    """`counts`: how many pages there are, local and remote; None for a list."""
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, counts)
+    entries = np.arange(len(local) if counts else 0, dtype=np.int32)
+    first_index = np.multiply.outer(np.array(counts or (1, 1), dtype=np.int32), entries)[:, :, None]
+    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index)
 
 
 class SliceBudget:
