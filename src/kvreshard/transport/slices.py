@@ -85,8 +85,11 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
             return self.row_set.local[self.first : self.stop], self.row_set.remote[self.first : self.stop]
         num_pages = self.pages.shape[1]
         low, high = self.first // num_pages, -(-self.stop // num_pages)
-        local, remote = (self.row_set.first_index[:, low:high] + self.pages[:, None, :]).reshape(2, -1)
         own = slice(self.first - low * num_pages, self.stop - low * num_pages)
+        if high - low == 1:  # of a long request, most
+            local, remote = self.row_set.first_index[:, low] + self.pages[:, own]
+            return local, remote
+        local, remote = (self.row_set.first_index[:, low:high] + self.pages[:, None, :]).reshape(2, -1)
         return local[own], remote[own]
 
 
