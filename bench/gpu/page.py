@@ -76,8 +76,9 @@ def sentence(documents: Sequence[Mapping[str, Any]]) -> str:
         {f"{doc['machine'].get('gpu', {}).get('name', 'a GPU')}, {doc['when'][:10]}" for doc, _ in found.values()}
     )
     left = [part.name for part in PARTS if part.name not in found]
-    rest = f" Not to its end yet: {', '.join(f'`{name}`' for name in left)}." if left else ""
-    return f"{passed} of {passed + failed} checks of the [GPU kit](bench/gpu/README.md) passed ({'; '.join(where)}).{rest}\n"
+    rest = f" Parts that have not finished on a GPU: {', '.join(f'`{name}`' for name in left)}." if left else ""
+    ran = f"Of the checks of the [GPU kit](bench/gpu/README.md) that finished, {passed} of {passed + failed} passed"
+    return f"{ran} ({'; '.join(where)}).{rest}\n"
 
 
 PAGES = {"README.md": sentence, "docs/performance.md": table}

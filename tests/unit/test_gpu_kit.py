@@ -163,7 +163,8 @@ def test_the_page_takes_the_newest_run_in_which_a_part_ended() -> None:
     assert page.table([rehearsal]) == page.table([]) == page.sentence([]) == "Not yet run on a GPU.\n"
     said = page.sentence([new, old, rehearsal])
     assert said.startswith(
-        "2 of 2 checks of the [GPU kit](bench/gpu/README.md) passed (A, 2026-01-01; B, 2026-02-01). Not to its end yet: "
+        "Of the checks of the [GPU kit](bench/gpu/README.md) that finished, 2 of 2 passed (A, 2026-01-01; B, 2026-02-01). "
+        "Parts that have not finished on a GPU: "
     )
     assert "`wire`" not in said
     assert "`model`" in said
