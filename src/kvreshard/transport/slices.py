@@ -258,9 +258,9 @@ def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int] | No
     """`counts`: how many pages there are, local and remote; None for a list."""
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    entries = np.arange(len(local) if counts else 0, dtype=np.int32)
-    first_index = np.multiply.outer(np.array(counts or (1, 1), dtype=np.int32), entries)[:, :, None]
-    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index)
+    # Only pages that `is_indexed` says yes to are picked by index; those of others do not fit 32 bits, and nobody looks at them.
+    first_index = np.multiply.outer(counts or (0, 0), np.arange(len(local) if counts else 0)).astype(np.int32)
+    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index[:, :, None])
 
 
 class SliceBudget:

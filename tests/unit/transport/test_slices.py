@@ -212,6 +212,12 @@ def test_what_cannot_be_told_apart_by_index_is_not_indexed() -> None:
     assert not is_indexed(many())
 
 
+def test_a_pool_of_more_pages_than_32_bits_count_has_rows_all_the_same() -> None:
+    one = Page.of(2**50 + np.arange(3), np.arange(3) * 4096, 1, (16, 4), (1 << 33, 1 << 10))
+    (found,) = make_rows(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")
+    assert found.remote[:, 4].tolist() == [1 << 33] * 3
+
+
 @pytest.mark.parametrize("most", [1, 7, 16, 17, 20, 45, 10_000])
 def test_copies_of_a_page_in_lists_are_those_of_one_list(most: int) -> None:
     dst, src = np.random.default_rng(0).permutation(50)[:16], np.random.default_rng(1).permutation(60)[:16]
