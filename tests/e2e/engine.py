@@ -163,8 +163,14 @@ class Engine:
         except EngineFailed as error:
             return Output(error=str(error))
 
-    def abort(self, request_id: str) -> None:
-        self._call("abort", request_id).result(timeout=ANSWER_SECONDS)
+    def abort_after(self, seconds: float, request_id: str) -> None:
+        """Abort a request a little later, on a thread. Nothing happens if the engine has gone by then."""
+
+        def abort() -> None:
+            with contextlib.suppress(EngineFailed):
+                self._call("abort", request_id).result(timeout=ANSWER_SECONDS)
+
+        threading.Timer(seconds, abort).start()
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._call("reset_prefix_cache").result(timeout=ANSWER_SECONDS))

@@ -134,7 +134,7 @@ def test_aborts_and_a_restarted_decode_engine(prefill: Engine, decode: Engine, n
         name = engine.new_id()
         future = engine.submit(prompts[i], 16, params, name)
         if i % 5 == 0:
-            threading.Timer(drawn.random() * 0.2, engine.abort, (name,)).start()
+            engine.abort_after(drawn.random() * 0.2, name)
         output = engine.wait(future)
         if output.error is not None:
             served[i] = "lost with its engine"
@@ -144,12 +144,12 @@ def test_aborts_and_a_restarted_decode_engine(prefill: Engine, decode: Engine, n
             served[i] = "aborted" if output.tokens == expected[i][: len(output.tokens)] else f"wrong: {output}"
 
     for first in range(0, len(prompts), 8):
-        if first == 24:
-            nursery.kill(decode.spec)
-            current["decode"] = nursery.engine(decode.spec)
         threads = [threading.Thread(target=one, args=(i,)) for i in range(first, first + 8)]
         for thread in threads:
             thread.start()
+        if first == 24:
+            nursery.kill(decode.spec)
+            current["decode"] = nursery.engine(decode.spec)
         for thread in threads:
             thread.join(120.0)
             assert not thread.is_alive()

@@ -227,13 +227,13 @@ def test_requests_are_aborted_at_any_time(pair: tuple[Engine, Engine], nursery: 
         name, other = prefill.new_id(), decode.new_id()
         first = prefill.submit(prompts[i], 1, dict(PREFILL_PARAMS), name)
         if i % 4 == 0:
-            _abort_later(prefill, name, drawn.random() * 0.2)
+            prefill.abort_after(drawn.random() * 0.2, name)
         params = prefill.wait(first).kv_transfer_params
         if i % 4 == 1:  # the router dies: nobody comes for it
             return
         second = decode.submit(prompts[i], 24, params, other)
         if i % 4 == 2:
-            _abort_later(decode, other, drawn.random() * 0.3)
+            decode.abort_after(drawn.random() * 0.3, other)
         output = decode.wait(second)
         assert not output.error, output
         whole = output.tokens == expected[i]
@@ -251,10 +251,6 @@ def test_requests_are_aborted_at_any_time(pair: tuple[Engine, Engine], nursery: 
     check_honest(nursery, prefill, decode, 13)
     check_all_free(decode)
     check_all_free(prefill)
-
-
-def _abort_later(engine: Engine, name: str, seconds: float) -> None:
-    threading.Timer(seconds, engine.abort, (name,)).start()
 
 
 def test_a_retry_on_another_decode_engine(pair: tuple[Engine, Engine], nursery: Nursery) -> None:

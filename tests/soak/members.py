@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests.soak.shapes import Shape
+from tests.soak.stalls import Interval
 from tests.soak.worker import serve
 
 from kvreshard.session.commands import EndpointOptions
@@ -35,7 +36,7 @@ class Member:
     pipe: Connection | None = None
     counted: list[Any] = field(default_factory=list)
     counts_asked: int = 0
-    stops: list[tuple[float, float]] = field(default_factory=list)
+    stops: list[Interval] = field(default_factory=list)
     _stopped_s: float | None = None
 
     def start(self, seed: int) -> None:
@@ -96,7 +97,6 @@ class Member:
             self.stops.append((self._stopped_s, time.monotonic()))
             self._stopped_s = None
 
-    def stopped_within(self, first_s: float, last_s: float) -> float:
-        """Seconds of an interval in which it was stopped."""
-        stops = [*self.stops, *([] if self._stopped_s is None else [(self._stopped_s, last_s)])]
-        return sum(max(0.0, min(last_s, end) - max(first_s, start)) for start, end in stops)
+    def stops_until(self, now_s: float) -> list[Interval]:
+        """When it was stopped."""
+        return [*self.stops, *([] if self._stopped_s is None else [(self._stopped_s, now_s)])]

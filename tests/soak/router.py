@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.soak.follow import FollowOrder
 from tests.soak.members import Member
 from tests.soak.prefill import Params
 from tests.soak.shapes import MAX_TOKENS, sources_of
+from tests.soak.stalls import Stalls, covered_s
 from tests.soak.tally import Tally
 
 from kvreshard.session.commands import EndpointOptions
@@ -71,11 +72,12 @@ class Flight:
 
 @dataclass
 class Router:
-    """All requests of a soak."""
+    """All requests of a soak. `stalls`: when the machine stood still."""
 
     members: Mapping[str, Member]
     rng: random.Random
     tally: Tally
+    stalls: Stalls
     flights: dict[str, Flight] = field(default_factory=dict)
     _last_number: int = 0
 
@@ -164,7 +166,7 @@ class Router:
         now_s = time.monotonic()
         waits_for = (flight.reader, flight.source) if flight.is_early else (flight.reader,)
         since_s = now_s - ended.seconds - SLACK_S
-        own_s = ended.seconds - sum(member.stopped_within(since_s, now_s) for member in waits_for)
+        own_s = ended.seconds - self._stopped_s(waits_for, since_s, now_s)
         pair = f"{flight.source.shape.name} -> {flight.reader.shape.name}"
         self.tally.note_end(pair, ended, own_s, flight.bound_s)
         if ended.kind == "prefill" and not any(reason in ended.text for reason in REASONS):
@@ -172,12 +174,17 @@ class Router:
         if ended.kind in HARMED and not self._was_harmed(flight, now_s):
             self.tally.note_innocent(pair, ended)
 
-    @staticmethod
-    def _was_harmed(flight: Flight, now_s: float) -> bool:
+    def _stopped_s(self, members: Iterable[Member], first_s: float, last_s: float) -> float:
+        """Seconds between two moments in which one of these was stopped, or the machine stood still."""
+        stops = [interval for member in members for interval in member.stops_until(last_s)]
+        return covered_s([*stops, *self.stalls.until(last_s)], first_s, last_s)
+
+    def _was_harmed(self, flight: Flight, now_s: float) -> bool:
         """Whether a fault has touched the source or the reader since a while before the request was made."""
         since_s = flight.made_s - BOUND_S
         both = flight.source, flight.reader
-        return any(member.stopped_within(since_s, now_s) or member.last_change_s > since_s for member in both)
+        has_changed = any(member.last_change_s > since_s for member in both)
+        return has_changed or self._stopped_s(both, since_s, now_s) > 0
 
     def _close(self, flight: Flight, kind: str) -> None:
         del self.flights[flight.name]
@@ -201,7 +208,7 @@ class Router:
     def lose(self, now_s: float) -> None:
         """Requests that have not ended within every bound."""
         for flight in list(self.flights.values()):
-            stopped_s = sum(m.stopped_within(flight.made_s, now_s) for m in (flight.source, flight.reader))
+            stopped_s = self._stopped_s((flight.source, flight.reader), flight.made_s, now_s)
             if now_s - flight.made_s - stopped_s > flight.bound_s + ROUTE_S:
                 self.tally.lost += 1
                 stage = "loading" if flight.ordered_s is not None else "being computed"

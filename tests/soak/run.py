@@ -20,6 +20,7 @@ from tests.soak.engine import Counters
 from tests.soak.members import PATIENCE_S, Member
 from tests.soak.router import BOUND_S, LEASE_S, OPTIONS, ROUTE_S, Router
 from tests.soak.shapes import SHAPES
+from tests.soak.stalls import Stalls
 from tests.soak.tally import MAX_GROWTH_BYTES, Tally
 from tests.soak.weather import ELDERS, Weather
 
@@ -48,7 +49,8 @@ class Soak:
         self.tally = Tally(seed, seconds)
         self._rng = random.Random(seed)
         self._members = {shape.name: Member(shape, OPTIONS, str(log)) for shape in SHAPES}
-        self._router = Router(self._members, self._rng, self.tally)
+        self._stalls = Stalls()
+        self._router = Router(self._members, self._rng, self.tally, self._stalls)
         self._weather = Weather(list(self._members.values()), self._router, self._rng, self.tally)
         self._seconds, self._is_enough = seconds, is_enough
 
@@ -66,6 +68,8 @@ class Soak:
             self._take_stock()
             self._end()
         finally:
+            self._stalls.close()
+            self.tally.stalls_s = [stop - start for start, stop in self._stalls.intervals]
             for member in self._members.values():
                 if member.process is not None:
                     member.process.kill()

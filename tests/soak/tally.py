@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ MAX_GROWTH_BYTES = 48 << 20
 
 @dataclass
 class Tally:
-    """`lost`: requests without an end in time. `defects`: sentences about everything that must not be."""
+    """`lost`: requests without an end in time. `stalls_s`: how long the machine stood still, each time. `defects`: sentences about everything
+    that must not be.
+    """
 
     seed: int
     seconds: float
@@ -41,6 +44,7 @@ class Tally:
     quarantined: int = 0
     innocent: int = 0
     slowest_failure_s: float = 0.0
+    stalls_s: list[float] = field(default_factory=list)
     growth_bytes: dict[str, int] = field(default_factory=dict)
     growth_fds: dict[str, int] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
@@ -51,7 +55,7 @@ class Tally:
         return sum(self.ends.values())
 
     def note_end(self, pair: str, ended: Ended, own_s: float, bound_s: float) -> None:
-        """A load is over. `own_s`: how long it took, without the time in which its reader was stopped."""
+        """A load is over. `own_s`: how long it took, without the time in which its engines were stopped."""
         self.note_kind(ended.kind, ended.text)
         self.compared_bytes += ended.num_compared
         self.quarantined += ended.is_quarantined
@@ -67,7 +71,8 @@ class Tally:
             self.complain(f"{pair}: {ended.num_wrong} of {ended.num_compared} bytes wrong: {ended}")
         if own_s > bound_s:
             self.complain(
-                f"{pair}: request {ended.request} ended ({ended.kind}) after {own_s:.1f} s; bound {bound_s:g} s"
+                f"{time.strftime('%H:%M:%S')} {pair}: request {ended.request} ended ({ended.kind}) after {own_s:.1f} s; bound {bound_s:g} s: "
+                f"{ended}"
             )
 
     def _note_early(self, ended: Ended) -> None:
@@ -107,6 +112,7 @@ class Tally:
             f"faults: {_listed(self.faults)}; leases: {_listed(self.leases)}",
             f"slowest failure {self.slowest_failure_s:.1f} s, {self.quarantined} quarantined",
             f"{self.innocent} failed though source and reader were well",
+            f"the machine stood still {len(self.stalls_s)} times, for {sum(self.stalls_s):.1f} s in all, {max(self.stalls_s, default=0):.1f} s at most",
             "grown: " + ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in self.growth_bytes.items()),
             "file descriptors: " + ", ".join(f"{name} {count:+d}" for name, count in self.growth_fds.items()),
             f"lost {self.lost}, wrong {self.wrong_requests}, defects {len(self.defects)}",

@@ -12,6 +12,7 @@ from tests.soak.decode import Ended
 from tests.soak.pages import Pool
 from tests.soak.run import ENVIRONMENT, Soak
 from tests.soak.shapes import MAX_TOKENS, SHAPES, Shape
+from tests.soak.stalls import LATE_S, Stalls, covered_s
 from tests.soak.tables import all_pages, allocate, kept_tokens
 from tests.soak.tally import Tally
 
@@ -93,6 +94,21 @@ def test_what_must_not_be_is_told(kind: str, wrong: int, own_s: float, told: str
     assert len(tally.defects) == 1
     assert told in tally.defects[0]
     assert told in "\n".join(tally.lines())
+
+
+def test_time_in_which_the_machine_stood_still_counts_once() -> None:
+    stops = [(1.0, 4.0), (3.0, 5.0), (3.5, 3.6), (7.0, 8.0), (9.0, 20.0)]
+    assert covered_s(stops, 0.0, 10.0) == 4.0 + 1.0 + 1.0
+    assert covered_s(stops, 3.0, 4.5) == 1.5
+    assert covered_s(stops, 5.0, 7.0) == 0.0
+
+
+def test_a_machine_that_stands_still_is_seen_before_the_watch_has_its_turn() -> None:
+    stalls = Stalls()
+    stalls.close()
+    seen_s = stalls._seen_s
+    assert stalls.until(seen_s + 0.9 * LATE_S) == []
+    assert stalls.until(seen_s + 3 * LATE_S) == [(seen_s, seen_s + 3 * LATE_S)]
 
 
 def test_early_loads_are_counted() -> None:
