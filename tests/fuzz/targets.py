@@ -6,6 +6,7 @@ takes longer than `MAX_INPUT_S`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -28,7 +29,7 @@ from kvreshard.session.statement import Statement, read_reply
 from kvreshard.tools.digest_request import answer_request, read_request
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
-from kvreshard.vllm.params import ParamsError, read_params, read_statement
+from kvreshard.vllm.params import ParamsError, read_address, read_params, read_statement
 
 Outcome = Literal["accepted", "refused"]
 Target = Callable[[bytes], Outcome]
@@ -149,6 +150,8 @@ def params(data: bytes) -> Outcome:
         return "refused"
     if not isinstance(value, dict):
         return "refused"
+    with contextlib.suppress(ParamsError):
+        read_address(value)
     try:
         read_params(value).tables()
     except (ParamsError, BindError):

@@ -18,7 +18,7 @@ from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.request import RequestStatus
 
-from kvreshard.session.commands import Acquire, Cancel, Load, Release, Renew, Results, Revoke
+from kvreshard.session.commands import Acquire, Cancel, Load, Publish, Release, Renew, Results, Revoke
 from kvreshard.session.progress import Computed
 from kvreshard.session.pull import Moved
 from kvreshard.session.rendezvous import Rendezvous
@@ -236,6 +236,27 @@ def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:
     assert isinstance(second, Acquire)
     assert second.lease.word != first.word
     assert both.step(source, 64, [7])[0].word == second.lease.word
+
+
+def test_a_prefill_that_is_preempted_and_goes_on_in_one_step_is_published_all_the_same() -> None:
+    """vLLM preempts what runs when its caches are reset, and gives it blocks again before the connector hears of it."""
+    both = Both(full(64))
+    source = both.prefill()
+    both.step(source, 100, [1, 2])
+    leased = both.source._leases.find("p-1")
+    assert leased is not None
+    first = leased.lease
+    source.num_computed_tokens = 0
+    assert list(both.source.schedule(source)) == []  # the former lease is still there
+    revoked, acquired = both.source.preempt(["p-1"], {"p-1": 64})
+    assert revoked == Revoke(first)
+    assert isinstance(acquired, Acquire)
+    assert acquired.lease.word != first.word
+    assert both.step(source, 64, [7])[0].word == acquired.lease.word
+    source.num_computed_tokens = len(TOKENS)
+    params, published = both.source.finish(source, [[7, 8, 9, 10, 11]])
+    assert params is not None
+    assert isinstance(published, Publish)
 
 
 def test_a_window_holds_back_only_itself() -> None:
@@ -459,7 +480,9 @@ def test_an_idle_engine_rests_until_there_is_news(monkeypatch: pytest.MonkeyPatc
     following = both.decode.side.following
     monkeypatch.setattr(following, "wait", lambda seconds: waited.append(seconds) or False)
     resting = Idle(clock=iter(range(10**6)).__next__)
-    assert resting.wait(both.decode.side) == 0.0
+    assert resting.wait(both.decode.side, {"d-1", "another"}) == idle.PATIENCE_S  # that one may wait for blocks
+    assert waited == []
+    assert resting.wait(both.decode.side, {"d-1"}) == 0.0
     assert both.decode.side.following is following
     both.source.arrive(request("p-1", TOKENS, kv_transfer_params=dict(PREFILL)))
     source = both.prefill(name="p-1")

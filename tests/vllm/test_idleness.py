@@ -23,11 +23,14 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     side._metadata, side._computing, side._may_be_idle, side._has_draft = ReshardMetadata(), set(), may_be_idle, False
     side._admission, side._deadlock, side._manager = Admission(), DeadlockDetector(30.0), None
     side._stalled, side._lacks_blocks = DeadlockDetector(30.0), False
+    side._alive = set()
     side._quarantine, side._unserved, side._delayed = SimpleNamespace(num_blocks=0), None, DelayedLoads(0)
     nothing: list[Any] = []
     early = SimpleNamespace(step=lambda scheduled, manager: nothing)
     last_pages = SimpleNamespace(hold=lambda: None)
-    side._producer = SimpleNamespace(num_leases=0, last_pages=last_pages, early=early, preempt=lambda requests: nothing)
+    side._producer = SimpleNamespace(
+        num_leases=0, last_pages=last_pages, early=early, preempt=lambda requests, scheduled: nothing
+    )
     following = Following("d", None, 30.0)
     waiting = WaitingRequests((), following)
     side._consumer = SimpleNamespace(waiting=waiting, following=following, hear=lambda: nothing, num_waiting=0)

@@ -56,3 +56,43 @@ def test_a_picture_of_a_prefill_that_is_not_known_yet_is_refused_where_vllm_does
     assert engine.scheduler.schedule().num_scheduled_tokens.keys() == {"seeing"}
     engine.scheduler.schedule()
     assert set(engine.scheduler.grammar_compile_error_reqs) == {"blind"}
+
+
+def nested(levels: int) -> Any:
+    found: Any = 1
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("name", ["p", "d"])
+@pytest.mark.parametrize("place", ["other", "remote_host", "transfer_id", "kvreshard"])
+def test_parameters_nested_as_deep_as_json_may_be_end_no_engine(name: str, place: str, world: World) -> None:
+    """Whatever they say, the request is served."""
+    engine, source = world.by_name[name], world.by_name["p"].address
+    good = NO_PREFILL | {"transfer_id": "x", "remote_host": source.host, "remote_port": source.port}
+    for levels in (100, 600, 900):
+        ask(engine, f"deep-{levels}", [1, 2, 3], {**good, place: nested(levels)}, None)
+    engine.scheduler.schedule()
+
+
+@pytest.mark.parametrize("name", ["p", "d"])
+@pytest.mark.parametrize("params", ["x", 7, [1], [["do_remote_prefill", True]]])
+def test_parameters_that_are_no_map_are_ignored(name: str, params: Any, world: World) -> None:
+    """vLLM passes `vllm_xargs` on as they are."""
+    engine = world.by_name[name]
+    ask(engine, "strange", [1, 2, 3], params, None)
+    assert engine.scheduler.schedule().num_scheduled_tokens.keys() == {"strange"}
+
+
+def test_nothing_is_loaded_of_a_prompt_whose_log_probabilities_are_wanted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where vLLM would load it, as 0.30 does: there would be none of the tokens that are loaded."""
+    engine = world.by_name["d"]
+    side = engine.connector._scheduler
+    monkeypatch.setattr(side._consumer, "count_loadable", lambda request, num_computed: 7)
+    for num_logprobs, expected in ((None, 7), (1, 0)):
+        ask(engine, f"asks {num_logprobs}", TOKENS, None, num_logprobs)
+        asked = engine.scheduler.requests[f"asks {num_logprobs}"]
+        assert side.count_loadable(asked, 0) == expected

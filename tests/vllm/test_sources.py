@@ -12,6 +12,7 @@ from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, pr
 from tests.work import count_bytecodes
 
 from kvreshard.session.commands import Release, Renew, StopRenewing
+from kvreshard.vllm.sources import SourceHosts
 
 pytestmark = pytest.mark.vllm
 
@@ -132,3 +133,10 @@ def test_a_request_that_was_turned_away_gives_back_what_nobody_else_has() -> Non
     assert list(failed.side.clean_up(params)) == []
     assert list(failed.side.clean_up({**params, "remote_port": 0})) == []
     assert never.fallbacks + waits.fallbacks + failed.fallbacks == []
+
+
+def test_a_request_that_was_turned_away_contacts_no_host_that_is_not_allowed() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    for hosts, expected in ((["10.0.0.0/8"], []), (["127.0.0.1"], [Release])):
+        side = Decode(full(64), hosts=SourceHosts(tuple(hosts))).side
+        assert [type(order) for order in side.clean_up(params)] == expected

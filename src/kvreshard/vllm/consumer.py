@@ -194,7 +194,7 @@ class Consumer:
         except ParamsError as error:
             logger.debug("no lease is released for a request that was rejected: %s", error)
             return
-        if not self.known.is_released(prefill.source):
+        if self._hosts.allows(prefill.remote.address.host) and not self.known.is_released(prefill.source):
             yield from self._release_source(prefill.source)
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvreshard.model.logs import Repeats, fields, get_logger
+from kvreshard.model.text import plain
 from kvreshard.session.commands import RemoteEngine
 
 logger = get_logger(__name__)
@@ -67,6 +69,10 @@ class FallbackLog:
             *(request_id, why),
             extra=fields("computed_here", request_id=request_id, cause=cause, **(remote.log_fields if remote else {})),
         )
+
+    def ignored(self, request_id: str, params: Any) -> None:
+        """A request whose parameters are no map is computed here. It has come from a client, with all of its items."""
+        self.computed(request_id, "params", f"its kv_transfer_params are {plain(params, 80)}, and must be a map")
 
     def partial(
         self, request_id: str, cause: str, num_tokens: tuple[int, int], why: str = "", *, is_logged: bool = True

@@ -14,7 +14,8 @@ from __future__ import annotations
 import queue
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from types import FrameType
 
 from kvreshard.vllm.consumer import Consumer
@@ -39,10 +40,12 @@ class Idle:
         """Something has happened: a request has arrived."""
         self._wait_s = PATIENCE_S
 
-    def wait(self, consumer: Consumer) -> float:
-        """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads."""
+    def wait(self, consumer: Consumer, alive: Iterable[str] = ()) -> float:
+        """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads. `alive`: requests that
+        have not finished; another than those that wait for a prefill may wait for blocks, which only a step can give it.
+        """
         following = consumer.following
-        is_followed = following.num_open > 0 and all(map(following.is_open, consumer.waiting))
+        is_followed = following.num_open > 0 and all(map(following.is_open, chain(consumer.waiting, alive)))
         if not (is_followed and consumer.waiting.wait_for_prefills()):
             self._wait_s = PATIENCE_S
             return PATIENCE_S

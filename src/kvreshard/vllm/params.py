@@ -242,9 +242,10 @@ def transfer_of(params: Mapping[str, Any]) -> str:
 
 def read_address(params: Mapping[str, Any]) -> Address:
     """Where the prefill engine of a request with a `transfer_id` listens. Raises ParamsError."""
+    named = {name: params.get(name) for name in _ListenerParams.__struct_fields__}
     try:
-        return msgspec.convert(_restored(dict(params)), _ListenerParams).address
-    except msgspec.ValidationError as error:
+        return msgspec.convert(_restored(named), _ListenerParams).address
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(
             f"kv_transfer_params with a transfer_id need remote_host and remote_port, where the prefill engine listens: {plain(error)}"
         ) from error

@@ -21,7 +21,7 @@ withdrawn (`withdraw_oldest_answer`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -160,8 +160,12 @@ class Producer:
             self.early.schedule(request, leased.lease)
         yield Acquire(leased.lease)
 
-    def preempt(self, request_ids: Iterable[str]) -> Iterator[Command]:
-        """Requests have lost their blocks: their leases end before this step overwrites them. Each takes another when it gets blocks again."""
+    def preempt(self, request_ids: Iterable[str], num_scheduled: Container[str] = ()) -> Iterator[Command]:
+        """Requests have lost their blocks: their leases end before this step overwrites them.
+
+        Each takes another when it gets blocks again. Those in `num_scheduled` have got them in this very step, as after a reset of vLLM's
+        caches; the former lease was still there when they did.
+        """
         for request_id in request_ids:
             leased = self._leases.find(request_id)
             if leased is not None:
@@ -169,6 +173,8 @@ class Producer:
                 self.last_pages.release(request_id)
                 self._leases.release(request_id)
                 yield Revoke(leased.lease)
+                if request_id in num_scheduled and leased.computing is not None:
+                    yield from self.schedule(leased.computing)
 
     def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
         """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""

@@ -122,7 +122,9 @@ class SchedulerSide:
         self._may_be_idle = vllm_config.parallel_config.data_parallel_size == 1
         # A request that vLLM has asked about in this step, and not given blocks to.
         self._unserved: str | None = None
-        # Requests that were ever scheduled and have not finished: a step without tokens may have others under way beside it.
+        # Requests that have arrived and not finished.
+        self._alive: set[str] = set()
+        # Of these, those that were ever scheduled: a step without tokens may have others under way beside it.
         self._computing: set[str] = set()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
@@ -149,7 +151,12 @@ class SchedulerSide:
 
     def arrive(self, request: Request) -> None:
         """A new request."""
+        if not isinstance(request.kv_transfer_params, dict | None):
+            # A client may send anything under this name in `vllm_xargs`, and vLLM takes it for a map (0.32.0).
+            self._consumer.log.ignored(request.request_id, request.kv_transfer_params)
+            request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
+        self._alive.add(request.request_id)
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         self._idle.is_over()
@@ -177,7 +184,8 @@ class SchedulerSide:
             refuse(request, reason)
             return None
         self._unserved = request.request_id
-        return count
+        # vLLM computes all of a prompt whose prefix hits it must not read; 0.30 would load it all the same.
+        return 0 if request.get_skip_reading_prefix_cache() else count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """vLLM has allocated blocks."""
@@ -198,6 +206,7 @@ class SchedulerSide:
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns (whether its blocks stay, parameters for the router)."""
         self._admission.end(request.request_id)
+        self._alive.discard(request.request_id)
         self._arrived_s.pop(request.request_id, None)
         self._add(self._consumer.abort(request.request_id))
         params, command = self._producer.finish(request, block_ids)
@@ -234,9 +243,9 @@ class SchedulerSide:
         self._computing.difference_update(finished)
         self._computing.update(num_scheduled)
         self._admission.compute(num_scheduled)
-        self._add(self._producer.preempt(preempted))
+        self._add(self._producer.preempt(preempted, num_scheduled))
         is_idle = self._may_be_idle and not self._computing
-        patience_s = self._idle.wait(self._consumer) if is_idle and not self._metadata.commands else 0.0
+        patience_s = self._idle.wait(self._consumer, self._alive) if is_idle and not self._metadata.commands else 0.0
         self._add(self._consumer.hear())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.commands = self._delayed.step(metadata.commands)

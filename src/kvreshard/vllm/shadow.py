@@ -95,8 +95,8 @@ class ShadowConnector(NixlPullConnector):
     # Scheduler side
 
     def on_new_request(self, request: Request) -> None:
-        params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill") and params.get(PARAMS) is not None:
+        params = request.kv_transfer_params
+        if isinstance(params, dict) and params.get("do_remote_prefill") and params.get(PARAMS) is not None:
             self._shadow(ShadowScheduler.arrive, request, params[PARAMS])
         super().on_new_request(request)
 
