@@ -5,13 +5,13 @@ Each time something is told, by the progress words or by the source's listener:
 1. A part whose tokens have become final up to another edge of pages is read up to there: the new interval, after loads that somebody waits
    for, so much at a time (`ROUND_BYTES`).
 2. A part is read to its end once all its tokens are final. What may not be read early is read when the listener says that the prefill is
-   complete.
+   complete. No load ends before: the source may overwrite pages of a prefill that it preempts a moment before it clears the lease word.
 3. What no copy writes is zeroed once, for the whole request.
 4. The lease word is read last, as of every load.
 
-If the lease word is another on any source rank, the prefill was preempted or has ended. What was read is forgotten when it has settled, and
-reading begins again under the word that the listener names. The same holds when the last check finds another word. A prefill that the
-listener calls ended fails the load.
+If the lease word is another on any source rank before the prefill is complete, the prefill was preempted or has ended. What was read is
+forgotten when it has settled, and reading begins again under the word that the listener names. A prefill that the listener calls ended fails
+the load.
 
 `load_timeout_s` is the longest time without news from the words or the listener. The listener's answer that a prefill waits in its engine's
 queue is news.
@@ -29,6 +29,7 @@ import numpy as np
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.text import plain
 from kvreshard.plan.bind import gathered
 from kvreshard.plan.copies import Copies, Int64s
 from kvreshard.plan.reads import ReadPlan, plan_reads
@@ -43,7 +44,7 @@ from kvreshard.session.parts import Part
 from kvreshard.session.peer import Peer
 from kvreshard.session.progress import Progress
 from kvreshard.session.pull import Moved, StaleLease, Steps, check_words, pull_steps, run_batches, settled, take_buffer
-from kvreshard.session.statement import Answer, Statement
+from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, Statement
 from kvreshard.transport.base import Direction, Transfer, TransferState
 
 # Of one load, in flight at a time: loads that somebody waits for begin behind it.
@@ -52,6 +53,8 @@ MAX_IN_FLIGHT = 2
 # Resumed when something happens.
 UNTIL_TOLD = math.inf
 NO_LAYER = 1 << 30
+# Of all groups together: what the longest statement lists.
+MAX_PAGES = MAX_STATEMENT_BYTES // 8
 
 
 @dataclass(slots=True)
@@ -81,6 +84,10 @@ class _Life:
                 pages = np.concatenate([known.pages, more.pages])
                 self.tables[name] = PageTable(pages, known.num_tokens, known.first_page)
         self.is_complete |= is_complete
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(table.pages) for table in self.tables.values())
 
     def see(self, told: Mapping[int, Progress | None]) -> None:
         """What the words of the lease say, by source rank; None where its lease word is another."""
@@ -162,7 +169,7 @@ class EarlyJob(Job):
     on_new_lease: Callable[[Load, Load], None] = lambda old, new: None
     _life: _Life = field(init=False)
     _next_life: _Life | None = None
-    _needs_end: bool = False
+    _has_rest: bool = False
 
     def __post_init__(self) -> None:
         Job.__post_init__(self)
@@ -217,7 +224,10 @@ class EarlyJob(Job):
         statement.check(peer.engine_metadata.key, self.load.remote.name, tables)
         known = {table.num_tokens for table in self.load.transfer.src_tables.values()} or {statement.num_tokens}
         has_other_end = known != {statement.num_tokens}
-        if statement.request != self.load.lease.request or (has_other_end and self._needs_end):
+        stranger = next((name for name in tables if name not in peer.layout.group_by_name), None)
+        if stranger is not None:
+            raise ValueError(f"its source lists pages of group '{plain(stranger, 80)}', which its layout does not have")
+        if statement.request != self.load.lease.request or (has_other_end and self._has_rest):
             raise ValueError(
                 f"its transfer_id was that of request '{self.load.lease.request}' of {min(known)} tokens and is now that of request "
                 f"'{statement.request}' of {statement.num_tokens}; give each prefill an id of its own, and ask for one token only"
@@ -227,6 +237,11 @@ class EarlyJob(Job):
         for life in (self._life, self._next_life):
             if life is not None and life.lease.word == statement.word:
                 life.extend(tables, is_complete=statement.is_complete)
+                if life.num_pages > MAX_PAGES:
+                    raise ValueError(
+                        f"its source lists {life.num_pages} pages of it, and at most {MAX_PAGES} are followed; send longer prompts without "
+                        "a transfer_id"
+                    )
                 return
         self._next_life, self._life.is_over = _Life(statement.lease, tables, statement.is_complete), True
 
@@ -238,19 +253,15 @@ class EarlyJob(Job):
         intervals = self.load.transfer.intervals
         wanted = [part for part in peer.parts.parts if part.is_wanted(self.load.transfer)]
         cursors = _Cursors(wanted, intervals, peer.layout)
-        has_rest = any(intervals.get(transfer.dst_group.name) for transfer in peer.parts.rest.transfers)
-        self._needs_end = has_rest or self.observer.waits_for_end
-        while True:
-            yield from self._read_early(peer, cursors)
-            moved = yield from self._read_rest(peer)
-            if moved is not None:
-                self.state = "checking"
-                yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
-                return moved
-            yield from self._begin_again(cursors)
+        self._has_rest = any(intervals.get(transfer.dst_group.name) for transfer in peer.parts.rest.transfers)
+        yield from self._read_early(peer, cursors)
+        moved = yield from self._read_rest(peer)
+        self.state = "checking"
+        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
+        return moved
 
     def _read_early(self, peer: Peer, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
-        """Read the parts as they become final, until all of them are read and nothing is waited for."""
+        """Read the parts as they become final, until all of them are read and the prefill is complete."""
         in_flight: deque[Transfer] = deque()
         busy_since_s: float | None = None
         while True:
@@ -299,9 +310,7 @@ class EarlyJob(Job):
         return is_told or self._life.is_complete
 
     def _is_done(self, cursors: _Cursors) -> bool:
-        """Whether all parts are read, and what is read at the end is known. A lease that no rank was seen to hold has no progress yet."""
-        is_read = bool((cursors.read >= cursors.end).all())
-        return is_read and (self._life.is_complete or (len(cursors.parts) > 0 and not self._needs_end))
+        return self._life.is_complete and bool((cursors.read >= cursors.end).all())
 
     def _read_round(
         self, peer: Peer, cursors: _Cursors, wanted: Sequence[tuple[int, int, int]]
@@ -341,8 +350,8 @@ class EarlyJob(Job):
         }
         return Request(self._life.tables, transfer.dst_tables, intervals, {})
 
-    def _read_rest(self, peer: Peer) -> Generator[Transfer | float | None, None, Moved | None]:
-        """Read what is read at the end, zero, and read the lease words. None: the lease is over, and the prefill not complete."""
+    def _read_rest(self, peer: Peer) -> Steps:
+        """Read what is read at the end, zero, and read the lease words."""
         clock, note = peer.mover.clock, self.observer.noted
         self.state = "transferring"
         self.since_s = clock()
@@ -356,9 +365,6 @@ class EarlyJob(Job):
         note("settled", "reading lease words")
         proof = yield from self._find_proof(peer)
         error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
-        if isinstance(error, StaleLease) and not self._life.is_complete:
-            self._life.is_over = True
-            return None
         if error is not None:
             raise error
         moved = replace(self._life.moved + rest, total_s=clock() - started_s)

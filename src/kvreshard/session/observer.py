@@ -45,11 +45,6 @@ class LoadObserver:
         """How the comparison with the source ended; None if there was none."""
         return None
 
-    @property
-    def waits_for_end(self) -> bool:
-        """Whether a load that reads early must wait until its prefill is published, since its source is asked about it."""
-        return False
-
     def noted(self, event: str, text: str = "") -> None:
         """Something has happened.
 

@@ -110,12 +110,6 @@ class WatchedLoad(LoadObserver):
     def check(self) -> CheckResult | None:
         return self._check
 
-    @property
-    def waits_for_end(self) -> bool:
-        """See `LoadObserver.waits_for_end`."""
-        moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
-        return moves and is_chosen(self._load.request, self._rank.options.digest_share)
-
     def noted(self, event: str, text: str = "") -> None:
         """See `LoadObserver.noted`."""
         if self._events is not None:
@@ -134,7 +128,8 @@ class WatchedLoad(LoadObserver):
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """Compare the load with its source, if its request is in the share."""
-        if not self.waits_for_end:
+        moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
+        if not (moves and is_chosen(self._load.request, self._rank.options.digest_share)):
             return
         peer, memory = landing.peer, self._rank.memory
         mine, metadata_by_rank = landing.dst.rank_by_number[peer.route.dst_rank], peer.engine_metadata.rank_by_number

@@ -19,7 +19,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.plan.reads import ReadPlan
 from kvreshard.plan.stage import Batch
 from kvreshard.session.commands import EndpointOptions, Load, Revoke
-from kvreshard.session.early_job import EarlyJob, _Cursors, _Life
+from kvreshard.session.early_job import MAX_PAGES, EarlyJob, _Cursors, _Life
 from kvreshard.session.handshake_messages import Known
 from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.progress import Computed, Progress, ProgressBoard
@@ -74,16 +74,16 @@ def followed() -> Followed:
     return Followed()
 
 
-def test_a_load_ends_before_its_prefill_is_published(followed: Followed) -> None:
-    """Where nothing is read at the end, the lease word and the progress are proof enough."""
+def test_a_load_ends_when_its_prefill_is_published_and_not_before(followed: Followed) -> None:
+    """All is final and read before. A step may overwrite pages of a prefill that it preempts a moment before it clears the word."""
     followed.order()
     followed.compute()
     followed.go()
-    assert followed.end() == ({"d"}, {})
-    assert followed.is_exact()
+    assert followed.end() == (set(), {})
     followed.prefill.publish()
     followed.go()
-    assert collect(followed.world.src)[2] == {"r"}  # it was reported before
+    assert followed.end() == ({"d"}, {})
+    assert collect(followed.world.src)[2] == {"r"}
 
 
 def test_a_word_is_cleared_before_the_command_returns(followed: Followed) -> None:
@@ -110,14 +110,17 @@ def test_what_was_read_of_a_former_life_is_forgotten(followed: Followed) -> None
     followed.prefill.begin()
     followed.compute()
     followed.go(12)
+    followed.prefill.publish()
+    followed.go()
     assert followed.end() == ({"d"}, {})
     assert followed.is_exact()
 
 
 def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None:
-    """Everything was final and read; the lease word is gone when it is read."""
+    """Everything was read, and the prefill was published; the lease word is gone when it is read."""
     followed.order()
     followed.compute()
+    followed.prefill.publish()
     followed.world.faults[-1] = Fault(delay_steps=2)
     (job,) = followed.world.dst.endpoints[0]._jobs
     for _ in range(200):
@@ -126,15 +129,11 @@ def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None
         followed.world.clock.now_s += 0.03
         followed.world.fabric.step(1)
         followed.world.turn(1)
+    assert job.state == "transferring"
     followed.prefill.take_back()
     followed.world.faults[-1] = Fault()
     followed.go(6)
-    assert followed.end() == (set(), {})
-    followed.prefill.begin()
-    followed.compute()
-    followed.go(12)
-    assert followed.end() == ({"d"}, {})
-    assert followed.is_exact()
+    assert followed.end() == (set(), {"d": "stale lease"})
 
 
 def test_a_hit_is_final_after_the_own_first_step() -> None:
@@ -155,6 +154,7 @@ def test_zeroing_spares_what_was_read_before(followed: Followed) -> None:
     load = followed.order()
     assert len(load.transfer.dst_new_pages)
     followed.compute()
+    followed.prefill.publish()
     followed.go()
     assert followed.end() == ({"d"}, {})
     assert followed.is_exact()  # the last page too, of which 4 of 6 tokens were read
@@ -208,6 +208,7 @@ def test_each_source_rank_counts_for_its_own_part() -> None:
     assert followed.end() == (set(), {})
     while followed.prefill.go_on(1):
         pass
+    followed.prefill.publish()
     followed.go()
     assert followed.end() == ({"d"}, {})
     assert followed.is_exact()
@@ -255,6 +256,7 @@ def test_an_ordinary_load_goes_first(followed: Followed) -> None:
     assert all(np.array_equal(held, followed.world.dst.memory[place]) for place, held in before.items())
     endpoint._jobs.num_awaited -= 1
     followed.compute()
+    followed.prefill.publish()
     followed.go()
     assert followed.end() == ({"d"}, {})
     assert followed.is_exact()
@@ -463,3 +465,28 @@ def test_a_source_that_has_forgotten_the_prefill_ends_the_load(followed: Followe
     job.hear(Answer("unheard"), followed.world.clock.now_s)
     followed.go(3)
     assert followed.end() == (set(), {"d": "prefill"})
+
+
+@pytest.mark.parametrize(
+    ("name", "num_pages", "told"), [("elsewhere", 1, "group 'elsewhere'"), ("full", MAX_PAGES + 1, "pages of it")]
+)
+def test_a_source_cannot_make_a_reader_keep_pages_without_end(
+    name: str, num_pages: int, told: str, followed: Followed
+) -> None:
+    """Sealed as they are, and each list follows on the one before."""
+    followed.order()
+    (job,) = followed.world.dst.endpoints[0]._jobs
+    assert isinstance(job, EarlyJob)
+    lease, first = job.load.lease, 0
+    known = job._life.tables.get(name)
+    for count in (num_pages // 2, num_pages - num_pages // 2):
+        first = first or (len(known.pages) if known is not None else 0)
+        tables = {name: PageTable(np.ones(count, dtype=np.int64), 40, first)}
+        first += count
+        pages = {group: PageList.of(table) for group, table in tables.items()}
+        stated = Statement(*job.load.remote.name, lease.request, lease.slot, lease.word, 40, pages, False, b"")
+        job.hear(Answer("found", statement=stated.sealed(KEY, tables)), followed.world.clock.now_s)
+    followed.go(3)
+    _, failed, _ = collect(followed.world.dst)
+    assert failed["d"].kind == "prefill"
+    assert told in failed["d"].text
