@@ -39,8 +39,10 @@ class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
                 raise LayoutError(
                     f"axis '{plain(self.name)}': {self.tokens_per_index} tokens per index; must be positive, and not above {MAX_SIZE}"
                 )
-        elif self.extent <= 0:
-            raise LayoutError(f"axis '{plain(self.name)}': extent {self.extent}; a size must be positive")
+        elif not 0 < self.extent <= MAX_SIZE:
+            raise LayoutError(
+                f"axis '{plain(self.name)}': extent {self.extent}; a size must be positive, and not above {MAX_SIZE}"
+            )
         elif self.tokens_per_index != 1 or self.keep_partial:
             raise LayoutError(f"axis '{plain(self.name)}': only the sequence axis counts tokens")
 

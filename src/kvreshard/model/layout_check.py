@@ -174,8 +174,15 @@ def _check_places(groups: Mapping[str, Group], rank: Rank, pages: list[Page], pa
     group_of = [geometry.group for geometry in rank.geometries]
     for shard, page in zip(rank.template.shards, pages, strict=True):
         by_group[group_of[shard.geometry]].append((shard, page))
+    by_place: defaultdict[tuple[str, str, int], list[tuple[int, int]]] = defaultdict(list)
+    for slab in rank.slabs:
+        stop = slab.offset_bytes + slab.page_bytes
+        by_place[slab.pool, slab.region, slab.page_stride_bytes].append((slab.offset_bytes, stop))
+    for slabs in by_place.values():
+        slabs.sort()
+    starts_of = {place: [start for start, _ in slabs] for place, slabs in by_place.items()}
     for name, members in by_group.items():
-        _check_inside_slabs(rank, groups[name].pool, members, pairs)
+        _check_inside_slabs(rank, groups[name].pool, members, by_place, starts_of, pairs)
         _check_disjoint(rank, members, pairs)
 
 
@@ -269,18 +276,18 @@ def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
     return tokens
 
 
-def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, Page]], pairs: _Pairs) -> None:
-    by_place: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-    for slab in rank.slabs:
-        if slab.pool == pool:
-            stop = slab.offset_bytes + slab.page_bytes
-            by_place[slab.region, slab.page_stride_bytes].append((slab.offset_bytes, stop))
-    for slabs in by_place.values():
-        slabs.sort()
-    starts_of = {place: [start for start, _ in slabs] for place, slabs in by_place.items()}
+def _check_inside_slabs(
+    rank: Rank,
+    pool: str,
+    members: list[tuple[ShardPlace, Page]],
+    by_place: Mapping[tuple[str, str, int], list[tuple[int, int]]],
+    starts_of: Mapping[tuple[str, str, int], list[int]],
+    pairs: _Pairs,
+) -> None:
+    """`by_place`, `starts_of`: by pool, region and stride, the first byte and the end of each slab, sorted, and the first bytes alone."""
     for shard, page in members:
         stride, offset = rank.geometries[shard.geometry].page_stride_bytes, shard.offset_bytes
-        place = shard.region, stride
+        place = pool, shard.region, stride
         slabs = by_place.get(place, [])
         # Most pages lie in one slab from their first byte to their last, so their runs need not be compared.
         last = bisect_right(starts_of.get(place, []), offset + page.start) - 1

@@ -72,6 +72,6 @@ def _check_phases(rank: Rank, region: str, stride: int, cluster: list[Slab]) -> 
     for (start, size), (following, _) in pairwise(wrapped):
         if len(cluster) > 1 and start + size > following:
             raise LayoutError(
-                f"rank {rank.rank}, region '{region}': two slabs of page stride {stride} share bytes at {following}; "
-                "each byte of a page belongs to one slab"
+                f"rank {rank.rank}, region '{region}': two slabs of page stride {stride} that lie among one another both have byte "
+                f"{following % stride} of the stride; each byte belongs to one slab"
             )

@@ -128,10 +128,16 @@ class GroupPair:
         alongs = [transfer.along for transfer in self.transfers]
         return any(along and not along.chosen.period == along.dst.owned.period == 1 for along in alongs)
 
-    def holders(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Sequence[int]:
-        """Which of some transfers have anything of a page range: of many ranks that share the sequence, each has a few. No pattern is made."""
+    def holders(
+        self, page_range: PageRange, transfers: tuple[RankTransfer, ...], budget: RequestBudget | None = None
+    ) -> Sequence[int]:
+        """Which of some transfers have anything of a page range: of many ranks that share the sequence, each has a few. No pattern is made.
+        Raises BindError where looking is more than the budget.
+        """
         if not self._are_shared:
             return range(len(transfers))
+        if budget is not None:
+            budget.look(len(transfers))
         key = "holders", page_range.overlap, tuple([transfer.bases for transfer in transfers])
         found: tuple[int, ...] = transfers[0].pattern_cache.get(
             self,
@@ -154,7 +160,10 @@ class GroupPair:
         """What some of the transfers copy of some page ranges, page by page. Raises BindError where it is more than the budget."""
         budget = budget or RequestBudget()
         for page_range in page_ranges:
-            budget.spend(len(self.holders(page_range, transfers)), 0)
+            held = self.holders(page_range, transfers, budget)
+            if not held:
+                continue
+            budget.spend(len(held), 0)
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):
@@ -167,6 +176,7 @@ class GroupPair:
 
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
         together: dict[tuple[int, ...], list[Pattern]] = {}
+        budget = RequestBudget()  # of its own: what is kept for the next request must not depend on this one
         for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
@@ -175,14 +185,14 @@ class GroupPair:
             for src_step, dst_step, runs in transfer.pattern(page_range.overlap).by_page():
                 together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
+            budget.spend(1, sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
             page = self._page(found, src_stride, dst_stride, page_range.recurs)
             columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
             content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, page.recurs, *columns
             yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
     def _page(self, found: Sequence[Pattern], src_stride: int, dst_stride: int, recurs: bool) -> Page:
-        """One entry per field and run. Raises BindError."""
-        RequestBudget().spend(1, sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
+        """One entry per field and run."""
         src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
         dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
         length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])

@@ -45,7 +45,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
             if is_staged or (
                 staging_bytes and way is None and prefers_staging(pair, transfers, page_ranges, bound, staging_bytes)
             ):
-                for batch in stage(pair, transfers, page_ranges, staging_bytes):
+                for batch in stage(pair, transfers, page_ranges, staging_bytes, budget if is_staged else None):
                     budget.spend_listed(batch.reads.num_copies)
                     batches.append(batch)
             else:

@@ -133,17 +133,21 @@ def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel = CostM
 
 
 def find_staged(
-    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange]
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    page_ranges: Sequence[PageRange],
+    budget: RequestBudget | None = None,
 ) -> Iterator[Staged]:
     """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
-    of a request have images of their own. Raises BindError where the pieces have too many runs.
+    of a request have images of their own. `budget`: the request's, where it has not been counted yet. Raises BindError where the pieces have too
+    many runs.
     """
-    budget = RequestBudget()
+    budget = budget or RequestBudget()
     of_transfer: list[list[PageRange]] = [[] for _ in transfers]
     for page_range in page_ranges:
-        for number in pair.holders(page_range, transfers):
+        for number in pair.holders(page_range, transfers, budget):
             of_transfer[number].append(page_range)
     for transfer, held in zip(transfers, of_transfer, strict=True):
         budget.spend(len(held), 0)
@@ -211,10 +215,16 @@ def _image_runs(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> lis
 
 
 def stage(
-    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange], staging_bytes: int
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    page_ranges: Sequence[PageRange],
+    staging_bytes: int,
+    budget: RequestBudget | None = None,
 ) -> Iterator[Batch]:
-    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one image does not fit the buffer."""
-    for staged in find_staged(pair, transfers, page_ranges):
+    """Batches of what some transfers of a pair move, transfer by transfer. `budget`: see `find_staged`. Raises BindError if one image does not
+    fit the buffer.
+    """
+    for staged in find_staged(pair, transfers, page_ranges, budget):
         transfer, image = staged.transfer, staged.image
         size, num_fields = image.image_bytes, staged.num_fields
         if size > staging_bytes:

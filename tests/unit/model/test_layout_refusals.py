@@ -83,7 +83,7 @@ def test_groups_of_one_pool_have_its_pages() -> None:
         ({"offset": -1}, "field 'k'|starts at byte -1|640"),
         ({"offset": 640}, "field 'k'|starts at byte 640|640"),
         ({"slabs": ()}, "field 'k'|outside the slabs"),
-        ({"slabs": (SLAB, SLAB)}, "two slabs of page stride 64 share bytes"),
+        ({"slabs": (SLAB, SLAB)}, "two slabs of page stride 64 that lie among one another"),
         (
             {"slabs": (SLAB, Slab("pool", "kv", 600, 2, 2))},
             "different page strides overlap at byte 600|one pool and one stride",
@@ -164,6 +164,7 @@ def test_a_page_of_too_many_pieces_is_refused() -> None:
         (lambda: Group("g", "p", 4, 0), "group 'g'|0 tokens per page"),
         (lambda: Group("g", "p", 4, 4, window_tokens=-1), "group 'g'|-1 window tokens"),
         (lambda: Axis("head", 0), "axis 'head'|extent 0|positive"),
+        (lambda: Axis("head", 2**60 + 1), "axis 'head'|extent 1152921504606846977|not above"),
         (lambda: Axis("", 3), "no name"),
         (lambda: Axis("token", None, 0), "axis 'token'|0 tokens per index"),
         (lambda: Axis("head", 4, 2), "axis 'head'|only the sequence axis"),
