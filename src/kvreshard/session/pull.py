@@ -2,11 +2,11 @@
 
 `pull_steps` yields a `Transfer` that must settle first, or None while it waits for the staging buffer:
 
-1. Decide what is read directly and what is staged (`plan.reads`). A refusal comes before anything is posted.
-2. Post the direct copies. Fill the halves of the staging buffer in turn, permuting one while the other is read. If another load has kept the
-   buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
-3. Zero what no copy writes in newly allocated pages, while the first reads run or another load has the buffer. The order does not matter:
-   these bytes are by definition those that no copy writes.
+1. Decide what is read directly and what is staged (`plan.reads`), and take the staging buffer. If another load has kept it for
+   `STAGING_PATIENCE_S`, since its source does not answer, everything is read directly. A refusal comes before anything is posted.
+2. Fill the halves of the staging buffer in turn, permuting one while the other is read. Post the direct copies behind the first two.
+3. Zero what no copy writes in newly allocated pages, while the first reads run. The order does not matter: these bytes are by definition
+   those that no copy writes.
 4. Wait until every transfer has settled, also after an error: destination memory must not be reused before.
 5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed during the read.
 
@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from kvreshard.model.errors import BindError, KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.copies import Copies, CopyList
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.mover import NUM_HALVES, Mover, reads_into
-from kvreshard.transport.base import Direction, Transfer, TransportError
+from kvreshard.session.mover import NUM_HALVES, Mover, Staging, reads_into
+from kvreshard.transport.base import Direction, Transfer, TransferState, TransportError
 
 # A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped keeps it.
 STAGING_PATIENCE_S = 1.0
@@ -113,32 +113,26 @@ def pull_steps(
     bind_s = mover.clock() - started_s
     num_direct = sum(c.num_copies for c in plan.direct)
     record("bound", f"{num_direct} copies in {len(plan.direct)} lists, {len(plan.batches)} staged batches")
+    if plan.batches and not (yield from _wait_for_buffer(mover)):
+        record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
+        plan = plan_reads(route, request)
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
 
-    def post(lists: Sequence[Copies]) -> None:
-        for copies in lists:
+    def begin() -> None:
+        nonlocal zeroed, post_s
+        began_s = mover.clock()
+        for copies in plan.direct:
             posted.append(mover.post(Direction.READ, copies))
             note(posted[-1])
-
-    def zero() -> None:
-        nonlocal zeroed
+        post_s = mover.clock() - began_s
         if request.dst_new_pages:
             zeroed = mover.fill(dst, whole or route, request)
             record("zeroed", f"{zeroed} bytes")
 
     try:
-        post(plan.direct)
-        post_s = mover.clock() - started_s - bind_s
-        has_buffer = bool(plan.batches) and take_buffer(mover)
-        if not has_buffer:
-            zero()
-        if plan.batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
-            record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
-            plan = plan_reads(route, request)
-            post(plan.direct)
-        yield from run_batches(mover, plan.batches, note, zero if has_buffer else lambda: None)
+        yield from run_batches(mover, plan.batches, note, begin)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
@@ -179,21 +173,24 @@ def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
 def run_batches(
     mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None], meanwhile: Callable[[], None]
 ) -> Generator[Transfer | None, None, None]:
-    """Fill one half of the buffer, which this load has taken, while the other is permuted; then free it.
+    """Fill one half of the buffer, which this load has taken, while the other is permuted; then free it. Without batches it is not touched.
 
-    `meanwhile` is called as soon as both halves are being read into. Raises once everything that was posted has settled.
+    `meanwhile` is called as soon as both halves are being read into. Raises once everything that was posted here has settled, or the driver has
+    given up waiting; the buffer is free when all has settled.
     """
     staging = mover.staging
     if staging is None or not batches:
+        meanwhile()
         return
     under_way: deque[tuple[Batch, int, Transfer]] = deque()
+    last: dict[int, Transfer] = {}
 
     def post(number: int) -> None:
         if number < len(batches):
             address = staging.half(number)
-            reads = reads_into(address, batches[number])
-            under_way.append((batches[number], address, mover.post(Direction.READ, reads)))
-            note(under_way[-1][2])
+            transfer = last[address] = mover.post(Direction.READ, reads_into(address, batches[number]))
+            under_way.append((batches[number], address, transfer))
+            note(transfer)
 
     try:
         for number in range(NUM_HALVES):
@@ -207,7 +204,16 @@ def run_batches(
             yield from settled(transfer)
         raise
     finally:
+        _give_when_settled(staging, last.values())
+
+
+def _give_when_settled(staging: Staging, reads: Iterable[Transfer]) -> None:
+    """Give the buffer back once nothing is read into it: a driver may have given up waiting."""
+    pending = next((read for read in reads if read.state is TransferState.PENDING), None)
+    if pending is None:
         staging.give()
+    else:
+        pending.add_done_callback(lambda _: _give_when_settled(staging, reads))
 
 
 def _permute_when_read(

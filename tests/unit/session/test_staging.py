@@ -12,6 +12,7 @@ from kvreshard.plan.stage import Batch
 from kvreshard.session import pull
 from kvreshard.session.mover import Staging, reads_into
 from kvreshard.session.pull import pull_steps
+from kvreshard.session.transfer import pull as pull_all
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
 ADDRESS, HALF_BYTES = 1 << 20, 1 << 16
@@ -60,4 +61,21 @@ def test_a_read_that_is_refused_waits_for_those_before_it(monkeypatch: pytest.Mo
     with pytest.raises(TransportError, match="no list"):
         drive()
     assert [transfer.state for transfer in posted] == [TransferState.DONE] * num_good
+    assert not reader.staging.is_taken
+
+
+def test_a_driver_that_gives_up_waiting_leaves_the_buffer_until_all_reads_have_settled() -> None:
+    """Another load would permute into its pages what arrives late."""
+    fabric = FaultyFabric()
+    src = make_engine(fabric, "p", 2, "HND", 8)
+    dst = make_engine(fabric, "d", 1, "NHD", 16, lambda index, transfer: Fault(delay_steps=1 + index % 2))
+    connect(src, dst)
+    reader = mover(dst, 0, src, staged=True, timeout_s=0.01)
+    assert reader.staging is not None
+    route = compile_route(src.layout, dst.layout, 0, way="staged")
+    with pytest.raises(TimeoutError):
+        pull_all(reader, route, make_request(), dst.layout, b"done")
+    for _ in range(2):
+        assert reader.staging.is_taken
+        fabric.step()
     assert not reader.staging.is_taken
