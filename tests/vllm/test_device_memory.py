@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import contextlib
 import importlib
 import logging
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -197,3 +199,13 @@ def test_digests_are_those_of_host_memory(layer: PairLayer, run_seed: int) -> No
             assert theirs == mine, pair.name
             num_digests += len(mine)
     assert num_digests > NUM_PAIRS // 4
+
+
+def test_what_was_queued_is_done_when_the_next_cannot_be_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are given back after an error: nothing may be written to them later."""
+    memory, waits = TensorMemory([torch.zeros(4)]), list[bool]()
+    memory._streams = {torch.device("cpu"): SimpleNamespace(synchronize=lambda: waits.append(True))}
+    monkeypatch.setattr(memory, "_on_stream", lambda device: contextlib.nullcontext())
+    with pytest.raises(MemoryError), memory._settled():
+        raise MemoryError
+    assert waits == [True]

@@ -121,10 +121,15 @@ def test_a_rank_tells_what_was_left_and_keeps_what_it_is_told(monkeypatch: pytes
 
 
 def test_memory_stays_where_the_agent_does_not_close() -> None:
-    rank = rank_with(Results(freed={"a": "revoked"}), is_running=True)
+    """And the pages of what was being read are not used again."""
+    left = Results(freed={"a": "revoked"}, failed={"b": Failure("cancelled", "the engine is put to sleep")})
+    rank = rank_with(left, is_running=True)
     with pytest.raises(KvReshardError, match="their memory must stay"):
         rank.unregister()
     assert rank.collect().finished_sending == {"a"}
+    meta = rank.take_metadata()
+    assert meta is not None
+    assert (meta.quarantined, meta.settled) == ({("b", 0)}, set())
 
 
 def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_computes() -> None:

@@ -77,7 +77,7 @@ class ConnectionLimits:
         """Reset the connections that are over their bounds."""
         for one in list(self._connections.values()):
             is_late = now_s - one.since_s > self._bounds.max_visit_s
-            if is_late or _bytes_received(one.fd) > self._bounds.max_visit_bytes:
+            if is_late or bytes_received(one.fd) > self._bounds.max_visit_bytes:
                 self._reset(one)
 
     def _peer(self, fd: int) -> object:
@@ -137,7 +137,7 @@ def _duplicate(fd: int) -> socket.socket:
         raise
 
 
-def _bytes_received(fd: int) -> int:
+def bytes_received(fd: int) -> int:
     """Bytes that the peer has sent; 0 where the kernel does not say."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None:

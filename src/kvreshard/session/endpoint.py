@@ -160,7 +160,7 @@ class Endpoint:
             self._results.note_returned()
         self._is_session_stuck = stuck is not None
         if self._stopping:  # an engine that could not be put to sleep goes on, without this rank's session
-            self._results.give_up(Failure("fault", f"the session of rank {self._rank} has ended; restart the engine"))
+            self._results.give_up(self._ended())
         return self._results.take(patience_s)
 
     def wake(self) -> None:
@@ -179,9 +179,10 @@ class Endpoint:
     def end(self) -> Results:
         """Close, before the memory of the caches goes: loads have failed, leases have ended, and their words are cleared. Returns what is left.
 
-        Raises KvReshardError if the thread is busy with that memory and does not end. Then all further loads fail.
+        Raises KvReshardError if the thread is busy with that memory and does not end. Then loads have failed with their pages quarantined, and further ones fail.
         """
         if not self._stop(END_S):
+            self._results.give_up(self._ended(is_quarantined=True))
             raise KvReshardError(
                 f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay, so restart "
                 "the engine"
@@ -195,6 +196,9 @@ class Endpoint:
         self._is_session_stuck, self._stuck = False, None
         return self._results.take(0.0)
 
+    def _ended(self, *, is_quarantined: bool = False) -> Failure:
+        return Failure("fault", f"the session of rank {self._rank} has ended; restart the engine", is_quarantined)
+
     def _stop(self, wait_s: float) -> bool:
         """End the thread and all handshakes. Returns whether the thread has ended."""
         self._stopping = True
@@ -202,10 +206,9 @@ class Endpoint:
         self._peers.close()
         self._early.close()
         self._observer.close()
-        if self._thread is None:
-            return True
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(wait_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def turn(self) -> float:
         """One turn; seconds that it may rest afterwards."""
@@ -251,7 +254,7 @@ class Endpoint:
 
     def _execute_commands(self, now_s: float) -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while not self._stopping:
                 command = self._commands.get_nowait()
                 try:
                     self._execute(command, now_s)
@@ -354,6 +357,7 @@ class Endpoint:
         if isinstance(job, LeaseCheck):
             if isinstance(outcome, Failure):
                 self._results.meet({}, {load.request: outcome})
+                self._doubt(peer, outcome)
             elif peer is not None:
                 self._results.meet({load.request: peer.engine_metadata.key}, {})
             return
@@ -366,11 +370,15 @@ class Endpoint:
         self._remote_leases.end(me, load, peer, is_good=is_good, kept_as=kept_as)
         if isinstance(outcome, Failure):
             self._record_failure(job.observer, load, peer, outcome)
-            if peer is not None and outcome.kind == "transfer":
-                self._peers.retire(peer)
-            elif peer is not None and outcome.kind == "timeout":
-                self._peers.check(me, peer)  # gone or slow; others may be reading from it
+            self._doubt(peer, outcome)
         job.observer.ended(outcome)
+
+    def _doubt(self, peer: Peer | None, failure: Failure) -> None:
+        """A source could not be read: meet it anew. One that is late is gone or slow, and others may be reading from it: see which."""
+        if peer is not None and failure.kind == "transfer":
+            self._peers.retire(peer)
+        elif peer is not None and failure.kind == "timeout":
+            self._peers.check(self._introduced(), peer)
 
     def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
         if self._me is None:

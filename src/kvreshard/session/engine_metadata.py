@@ -20,7 +20,7 @@ import msgspec
 from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
 from kvreshard.model.form import Head
 from kvreshard.model.text import Name, plain
-from kvreshard.model.wire import MAX_RANKS
+from kvreshard.model.wire import MAX_FIELDS, MAX_RANKS
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.seal import KEY_BYTES, instance_id_of
 
@@ -53,7 +53,9 @@ Accepted = Annotated[
 ]
 
 NOT_TOLD = -1
-EarlyFields = dict[Name, Annotated[int, msgspec.Meta(ge=NOT_TOLD, lt=1 << 32)]]
+EarlyFields = Annotated[
+    dict[Name, Annotated[int, msgspec.Meta(ge=NOT_TOLD, lt=1 << 32)]], msgspec.Meta(max_length=MAX_FIELDS)
+]
 
 
 class EngineMetadata(msgspec.Struct, frozen=True):
@@ -171,7 +173,7 @@ def decode_engine_metadata(message: bytes) -> EngineMetadata:
             ("mailbox", rank.mailbox_address, rank.mailbox_entries, MAILBOX_ENTRY_BYTES),
             ("progress table", rank.progress_address, rank.lease_slots, WORD_BYTES),
         ):
-            if address + count * entry_bytes > 2**63:
+            if address >= 2**63 or address + count * entry_bytes > 2**63:
                 raise WireError(
                     f"engine '{engine_metadata.engine}', rank {rank.rank}: a {what} of {count} entries at address {address} does not end "
                     "below address 2**63"

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvreshard.session.connection_limits import bytes_received
 from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.keys import Keys
 from kvreshard.session.monitor import close_monitor, open_monitor
@@ -25,11 +26,16 @@ from kvreshard.session.probe import look_up, probe_mechanism
 
 # An answer of megabytes from a busy engine mostly takes less; each further wait is twice as long.
 ASK_AGAIN_S = 5.0
+# ZeroMQ bounds a frame, and not the frames of a message that never ends (docs/design/0010): so often the bytes of an answer are looked at.
+LOOK_S = 0.1
+# Greetings, and what a frame has beside its content, encrypted or not.
+OVERHEAD_BYTES = 1 << 20
 # A listener that ends connections is flooded or restarts.
 PAUSE_S = 0.1
 KEY_REFUSED = 400
+NO_CONNECTION = -1
 
-Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost", "silent", "hung up"]
+Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost", "silent", "hung up", "endless"]
 """Why there is no answer.
 
 - `closed`: the connection was refused, or the host cannot be reached
@@ -41,6 +47,7 @@ Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost"
 - `lost`: the connection has ended
 - `silent`: connected, and no answer
 - `hung up`: it ended the connection before its handshake was over; its greeting tells whether it wants keys
+- `endless`: its answer is longer than an answer may be
 """
 
 _BUSY = "the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the port that of a kvreshard engine?"
@@ -52,6 +59,7 @@ _REASONS: dict[Miss, str] = {
     "mixed": "the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose public key that one trusts",
     "lost": _BUSY,
     "silent": _BUSY,
+    "endless": "what listens at {address} answers with more than {max_bytes} bytes, which no kvreshard engine does; is the port that of a kvreshard engine?",
 }
 _REASONS_WITH_KEYS: dict[Miss, str] = {
     "refused": "the engine at {address} does not trust this engine's key {public}: put its .key file into that engine's curve_public_keys_dir, or "
@@ -102,7 +110,7 @@ class Question:
                 return answer
             misses.append(answer)
             is_foreign = misses[-len(server_keys) :] == ["foreign"] * len(server_keys)
-            if answer in ("closed", "mixed", "refused") or is_foreign:
+            if answer in ("closed", "mixed", "refused", "endless") or is_foreign:
                 break
             if answer == "silent":
                 wait_s *= 2  # an answer that takes longer must not be begun again and again
@@ -161,18 +169,25 @@ class Question:
     async def _receive(self, dealer: Any, monitor: Any, timeout_s: float) -> bytes | Miss:
         """The answer after its empty frame, or why there is none."""
         miss: Miss = "absent"
+        fd = NO_CONNECTION
         answer, event = dealer.recv_multipart(), monitor.recv_multipart()
         try:
             async with asyncio.timeout(timeout_s):
                 while not answer.done():
                     self.is_connected = miss == "silent"
-                    await asyncio.wait((answer, event), return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait((answer, event), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                     if answer.done():
                         break
-                    found = _read_event(parse_monitor_message(event.result()), miss)
-                    if found in ("closed", "refused", "mixed", "hung up", "lost"):
-                        return found
-                    miss, event = found, monitor.recv_multipart()
+                    if event.done():
+                        told = parse_monitor_message(event.result())
+                        fd = int(told["value"]) if told["event"] == zmq.EVENT_CONNECTED else fd
+                        fd = NO_CONNECTION if told["event"] == zmq.EVENT_DISCONNECTED else fd
+                        found = _read_event(told, miss)
+                        if found in ("closed", "refused", "mixed", "hung up", "lost"):
+                            return found
+                        miss, event = found, monitor.recv_multipart()
+                    elif fd != NO_CONNECTION and bytes_received(fd) > self.max_bytes + OVERHEAD_BYTES:
+                        return "endless"
         except TimeoutError:
             return miss
         finally:
@@ -185,7 +200,11 @@ class Question:
         reasons = _REASONS | (_REASONS_WITH_KEYS if self.keys is not None else {})
         public, count = (self.keys.public.decode(), len(self.keys.trusted)) if self.keys is not None else ("", 0)
         return reasons.get(miss, reasons["absent"]).format(
-            address=self.address, within=f"within {self.timeout_s:g} s", public=public, count=count
+            address=self.address,
+            within=f"within {self.timeout_s:g} s",
+            public=public,
+            count=count,
+            max_bytes=self.max_bytes,
         )
 
 

@@ -72,7 +72,9 @@ class HandshakeClient:
     def ask(
         self, address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
     ) -> Future[bytes]:
-        """The listener's answer of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
+        """The listener's answer of at most `max_bytes` bytes. The future raises HandshakeError after `timeout_s`; where it
+        waits for its turn then, when that comes.
+        """
         pending = _Pending(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
         with self._lock:
             if self._is_closed:

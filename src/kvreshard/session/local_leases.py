@@ -55,7 +55,7 @@ class LocalLeases:
     def expire(self, now_s: float) -> None:
         """End the leases whose time is over. After a stop of the process, only once the renewals that were sent meanwhile have arrived.
 
-        Short gaps between calls do not add up: where each turn comes late, leases still end.
+        Gaps of less than `CATCH_UP_S` between calls do not add up: where each turn comes late, leases still end.
         """
         gap_s, self._turned_s = now_s - self._turned_s, now_s
         if gap_s > CATCH_UP_S or (gap_s > STOPPED_S and self._expires_from_s is None):

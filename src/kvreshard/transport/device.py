@@ -250,10 +250,12 @@ class TensorMemory:
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
-        """Queue work on the streams of this memory, and wait until it is done."""
-        with contextlib.ExitStack() as entered:
-            for device in self._streams:
-                entered.enter_context(self._on_stream(device))
-            yield
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Queue work on the streams of this memory, and wait until it is done, also if not all of it could be queued."""
+        try:
+            with contextlib.ExitStack() as entered:
+                for device in self._streams:
+                    entered.enter_context(self._on_stream(device))
+                yield
+        finally:
+            for stream in self._streams.values():
+                stream.synchronize()

@@ -7,6 +7,7 @@ only passes commands on and collects results; the session has a thread of its ow
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,12 +141,16 @@ class WorkerSide:
     def unregister(self) -> None:
         """The memory of the caches goes: end the session and the agent, so that nobody reads or writes it any more.
 
-        Raises KvReshardError if a call into NIXL or a copy does not return: then the memory must stay, and all further loads fail.
+        Raises KvReshardError if a call into NIXL or a copy does not return: then the memory must stay, the pages of loads that have failed are
+        quarantined, and all further loads fail.
         """
         if self._endpoint is None or self._transport is None:
             return
-        self._left = self._note(self._endpoint.end())
+        left = self._endpoint.end()
         self._transport.close()
+        if self._transport.is_running:
+            left.failed = {name: replace(failure, is_quarantined=True) for name, failure in left.failed.items()}
+        self._left = self._note(left)
         if self._transport.is_running:
             raise KvReshardError(
                 f"rank {self._rank}: NIXL's agent has not closed, and may still write into the caches: their memory must stay, so restart "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.faults.hostile import GREETING, frame, ready
 from tests.unit.session.test_handshake import engine_metadata
 
 from kvreshard.session import handshake_client
@@ -97,3 +99,27 @@ def test_closing_ends_every_question_and_takes_no_more(client: HandshakeClient) 
         assert all(one.cancelled() for one in answers)
         assert client.ask(first, REQUEST, HOUR_S, 1 << 20).cancelled()
         client.close()
+
+
+def test_an_answer_without_an_end_is_given_up(client: HandshakeClient) -> None:
+    """ZeroMQ keeps all frames of a message until the last has come."""
+    sent = [0]
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError), server.accept()[0] as plain:
+            plain.sendall(GREETING)
+            plain.recv(64, socket.MSG_WAITALL)
+            plain.sendall(ready(b"ROUTER"))
+            plain.sendall(frame(b"", more=True))
+            while True:
+                plain.sendall(frame(bytes(1 << 18), more=True))
+                sent[0] += 1 << 18
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = threading.Thread(target=serve, args=(server,))
+        serving.start()
+        address = Address("127.0.0.1", server.getsockname()[1])
+        with pytest.raises(HandshakeError, match=rf"what listens at {address} answers with more than 1048576 bytes"):
+            client.ask(address, REQUEST, PATIENCE_S, 1 << 20).result(PATIENCE_S)
+        serving.join(PATIENCE_S)
+        assert not serving.is_alive()

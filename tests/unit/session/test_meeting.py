@@ -173,6 +173,7 @@ def test_nobody_answers_in_another_engines_place_without_its_key(
         lambda rank: msgspec.structs.replace(rank, lease_address=-8),
         lambda rank: msgspec.structs.replace(rank, lease_address=2**63 - 8),
         lambda rank: msgspec.structs.replace(rank, lease_slots=1 << 40),
+        lambda rank: msgspec.structs.replace(rank, lease_slots=0, lease_address=2**63),
     ],
 )
 def test_a_lease_table_outside_the_address_space_is_refused(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.faulty_memory import Fault
 from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
@@ -222,4 +223,22 @@ def test_a_lease_whose_source_cannot_be_met_is_not_checked() -> None:
     keys, unmet = collected(world)
     assert keys == [{}, {}]
     assert any(of_rank["a"].text == "nobody is there" for of_rank in unmet if of_rank)
+    world.close()
+
+
+def test_a_source_whose_lease_word_cannot_be_read_is_met_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but lease checks may follow, and each would fail at the same broken connection."""
+    world = make_world(1, 1)
+    world.acquire_and_publish()
+    world.faults[-1] = Fault(fail_after_copies=0)
+    retired: list[Peer] = []
+    (endpoint,) = world.dst.endpoints.values()
+    monkeypatch.setattr(endpoint._peers, "retire", retired.append)
+    check(world, "a")
+    world.turn()
+    meet(world)
+    world.turn()
+    (unmet,) = collected(world)[1]
+    assert unmet["a"].kind == "transfer"
+    assert len(retired) == 1
     world.close()
