@@ -194,11 +194,11 @@ def _details(folder: Path) -> list[str]:
             f"- slowest failure {soak['slowest_failure_s']:.1f} s; {soak['quarantined']} loads quarantined; {soak['innocent']} failed "
             "though neither their source nor their reader had been touched"
         )
-        stalls_s = soak["stalls_s"]
-        lines.append(
-            f"- the machine stood still for more than a second {len(stalls_s)} times, {max(stalls_s, default=0):.1f} s at most; bounds "
-            "leave out those times"
-        )
+        if stalls_s := soak.get("stalls_s"):
+            lines.append(
+                f"- the machine stood still for more than a second {len(stalls_s)} times, {max(stalls_s):.1f} s at most; bounds leave "
+                "out those times"
+            )
         grown = ", ".join(
             f"{name} {count / 1e6:+.1f} MB and {soak['growth_fds'][name]:+d} file descriptors"
             for name, count in soak["growth_bytes"].items()
