@@ -16,7 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from tests import promtool
+from typer.testing import CliRunner
 
+from kvreshard.cli.app import app
 from kvreshard.vllm.options import read_options
 
 ROOT = Path(__file__).parents[2]
@@ -198,3 +200,20 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
     ]
     for fires in (True, False):
         assert {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires} == alerts
+
+
+@pytest.mark.parametrize("page", ["README.md", "kustomize/components/keys/kustomization.yaml"])
+def test_the_keys_that_a_secret_is_made_of_are_those_that_the_command_writes(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that the manifests mount."""
+    text = (DEPLOY / page).read_text()
+    (words,) = re.findall(r"kvreshard (keys .+)", text)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, words.split()).exit_code == 0
+    files = re.findall(r"--from-file=(\S+)", text)
+    assert len(files) == 2
+    assert all((tmp_path / file).is_file() for file in files)
+    mounted = set(re.findall(r"/etc/kvreshard/([\w.]+)", (GOLDEN / "router.yaml").read_text()))
+    assert mounted
+    assert mounted <= set(files)
