@@ -5,7 +5,7 @@ A deployment can refuse to start an engine where a line is an error, and log the
 
 from kvreshard import check_host, check_route, describe, load, parse_engine
 
-# No port of its own to look at, and no transfer between two processes.
+# The port that vLLM would listen at, and no transfer between two processes.
 for line in check_host(port=None, loopback=False):
     print(f"{line.check}: {line.status}")
 

@@ -14,8 +14,9 @@ Names are loaded when they are first used.
 | verify it | `digest_transfers` of both sides, `compare`; `oracle_transfer` for what all memory must be |
 | check a machine | `check_host`, `check_route` |
 
-Every error that a user can cause is a `KvReshardError`: `UsageError` (something of another type was given), `LayoutError`, `LayoutMismatch`,
-`BindError`, `WireError`; and `TransportError` for what goes wrong underneath.
+What is wrong with an engine, a pair, a request or a call is a `KvReshardError`: `UsageError` (a function was given something else than it takes), `LayoutError`,
+`LayoutMismatch`, `BindError`, `WireError`; and `TransportError` for what goes wrong underneath. A transfer that does not settle in time is Python's
+`TimeoutError`.
 """
 
 from __future__ import annotations

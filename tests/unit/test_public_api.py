@@ -100,6 +100,17 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.relocate(LAYOUT, {}), "engine 'engine': no address is given for region"),
     (lambda: kv.CostModel(copy_s=-1), "copy_s is -1; the constants of a cost model must be positive"),
     (lambda: kv.digest_transfers([], "foo", REQUEST, kv.HostMemory(), b"k"), "side is 'foo', and must be 'src' or 'dst'"),
+    (lambda: kv.digest_transfers(ROUTE.transfers, "src", REQUEST, kv.HostMemory(), b"k", ["nope"]), "no transfer has the field 'nope'"),
+    (lambda: kv.digest_transfers(ROUTE.transfers, "src", {}, kv.HostMemory(), b"k"), "a request is of type dict, and must be Request"),
+    (lambda: kv.digest_transfers(ROUTE.transfers, "src", REQUEST, kv.HostMemory(), "k"), "the key of a digest is of type str, and must be bytes"),
+    (lambda: kv.explain(ROUTE), "routes is of type Route, and must be Sequence"),
+    (lambda: kv.explain([LAYOUT]), "a route is of type EngineLayout, and must be Route"),
+    (lambda: kv.compile_routes(LAYOUT, LAYOUT, cost=3), "cost is of type int, and must be CostModel"),
+    (lambda: kv.relocate(LAYOUT, {0: dict.fromkeys(LAYOUT.ranks[0].template.regions, "1")}), "of rank 0 is '1', and must be a whole number"),
+    (lambda: kv.pull(kv.Mover(None, None, {}), [ROUTE], REQUEST, LAYOUT), "a route is of type list, and must be Route"),
+    (lambda: kv.pull(kv.Mover(None, None, {}), ROUTE, REQUEST, LAYOUT, b"done"), "rank 0 reports to source rank 0, which is not among the peers"),
+    (lambda: kv.push(kv.Mover(None, None, {}), ROUTE, REQUEST, 0), "routes is of type Route, and must be Iterable"),
+    (lambda: kv.push(kv.Mover(None, None, {}), [ROUTE], REQUEST, 99), "99 is no source rank of these routes, whose source ranks are 0"),
     (lambda: kv.pull(kv.Mover(None, None, {}), ROUTE, REQUEST, OTHER), "the route ends at engine 'engine', and the layout is that of engine 'other'"),
 ]  # fmt: skip
 

@@ -30,6 +30,7 @@ from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab, UsageError
 from kvreshard.model.changed import replace
+from kvreshard.model.expect import expect_whole
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -158,6 +159,7 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
                 raise UsageError(
                     f"engine '{layout.engine}': no address is given for region '{name}' of rank {rank.rank}"
                 )
+            expect_whole(addresses[rank.rank][name], f"the address of region '{name}' of rank {rank.rank}")
     return replace(
         layout,
         ranks=tuple(

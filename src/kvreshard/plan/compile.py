@@ -15,7 +15,7 @@ from typing import get_args
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch, UsageError
-from kvreshard.model.expect import expect_whole
+from kvreshard.model.expect import expect, expect_whole
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.model.rank import Rank
@@ -165,6 +165,8 @@ def compile_routes(
         raise UsageError(
             f"way is {way!r:.80}, and must be {' or '.join(map(repr, get_args(Way)))}, or None for what is faster"
         )
+    if cost is not None:
+        expect(cost, CostModel, "cost", "CostModel(), or what `kvreshard bench` measures")
     election = elect(src, dst, match_fields(src, dst).names)
     numbers = list(dst.rank_by_number if ranks is None else dict.fromkeys(ranks))
     for number in numbers:

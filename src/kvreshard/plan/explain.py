@@ -8,7 +8,7 @@ Pure data, made from finished routes; whoever shows it adds words and colours.
 4. Every source rank gets a `SourceUse`: its readers, what leaves it, and who reports to it.
 
 Sizes are per token (a sequence) or per request (a state), exact as fractions: several tokens may share one stored index, and
-a rank may hold every n-th token. A group that keeps the last tokens only is counted apart: its bytes do not grow with a prompt. Refused: routes of different engines in one explanation (ValueError, a mistake in code).
+a rank may hold every n-th token. A group that keeps the last tokens only is counted apart: its bytes do not grow with a prompt. Refused with UsageError: routes of different engines in one explanation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import prod
 
 from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, exact_period
@@ -127,7 +128,10 @@ class Explanation:
 
 
 def explain(routes: Sequence[Route]) -> Explanation:
-    """The routes of some or all destination ranks of one pair of engines."""
+    """The routes of some or all destination ranks of one pair of engines. Raises UsageError for anything else."""
+    expect(routes, Sequence, "routes", "what `kvreshard.compile_routes` returns")
+    for route in routes:
+        expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     if len({(route.src_engine, route.dst_engine) for route in routes}) != 1:
         raise UsageError("explain takes routes of one pair of engines, and at least one")
     subjects: dict[object, tuple[RankTransfer, list[Reading]]] = {}

@@ -176,6 +176,11 @@ class EarlyJob(Job):
         self._life = _Life(self.load.lease, dict(self.load.transfer.src_tables), is_complete=False)
 
     @property
+    def known_load(self) -> Load:
+        """With the pages that are known by now."""
+        return replace(self.load, transfer=replace(self.load.transfer, src_tables=self._life.tables))
+
+    @property
     def known(self) -> Known:
         """What the source's listener is to be asked for."""
         return (self._next_life or self._life).known(self.load.transfer_id)
@@ -356,9 +361,9 @@ class EarlyJob(Job):
         self.state = "transferring"
         self.since_s = clock()
         started_s = self._life.final_s = self.since_s if self._life.final_s is None else self._life.final_s
-        whole = replace(self.load.transfer, src_tables=self._life.tables)
+        self.load = self.known_load
+        whole = self.load.transfer
         check_request(peer.route, whole)
-        self.load = replace(self.load, transfer=whole)
         rest = yield from pull_steps(
             peer.mover, peer.parts.rest, whole, self.dst, None, self._note_posted, note, peer.route
         )

@@ -369,7 +369,7 @@ class Endpoint:
         kept_as = job.first_lease if is_good and not load.gives_back else None
         self._remote_leases.end(me, load, peer, is_good=is_good, kept_as=kept_as)
         if isinstance(outcome, Failure):
-            self._record_failure(job.observer, load, peer, outcome)
+            self._record_failure(job.observer, job.known_load, peer, outcome)
             self._doubt(peer, outcome)
         job.observer.ended(outcome)
 
@@ -384,7 +384,7 @@ class Endpoint:
         if self._me is None:
             return
         engine_metadata = peer.engine_metadata if peer is not None else self._me.refused.get(load.remote)
-        observer.failed(failure, self._me.engine_metadata, engine_metadata, is_routed=peer is not None)
+        observer.failed(load, failure, self._me.engine_metadata, engine_metadata, is_routed=peer is not None)
 
     def _renew(self, now_s: float) -> float:
         """Renew the leases that are wanted; seconds until the next renewal."""

@@ -73,6 +73,11 @@ class Job:
         self._steps = self._load_steps()
 
     @property
+    def known_load(self) -> Load:
+        """The load with all that is known of it by now."""
+        return self.load
+
+    @property
     def is_settled(self) -> bool:
         """Whether no byte of it can move any more."""
         return all(transfer.state is not TransferState.PENDING for transfer in self._posted)

@@ -62,8 +62,12 @@ class LoadObserver:
     def ended(self, outcome: Moved | Failure) -> None:
         """The load has ended, well or badly."""
 
-    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
-        """The load has failed. `src` is None if the source was never met; `is_routed`: there was a route from it."""
+    def failed(
+        self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
+    ) -> None:
+        """The load has failed. `load`: with all that is known of it by now. `src` is None if the source was never met; `is_routed`: there was a
+        route from it.
+        """
 
 
 class Observer:

@@ -2,7 +2,8 @@
 
 `push` always posts runs directly: a destination page that several sources fill cannot be written whole.
 
-Raises BindError before anything moves; TransportError, after all transfers have settled, when one failed.
+Raises UsageError and BindError before anything moves; TransportError, after all transfers have settled, when one failed; and TimeoutError when one has
+not settled within the mover's `timeout_s`: then its memory must not be reused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
+from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
@@ -32,16 +35,30 @@ def pull(
     lease: LeaseProof | None = None,
 ) -> Moved:
     """Read everything that the route's destination rank needs, then send `report` to the source ranks that it reports to."""
+    expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
+    told = [src_rank for src_rank, reporters in route.reporters.items() if report and route.dst_rank in reporters]
+    missing = [src_rank for src_rank in told if src_rank not in mover.peers]
+    if missing:
+        raise UsageError(
+            f"rank {route.dst_rank} reports to source rank {missing[0]}, which is not among the peers of its mover; add it to them"
+        )
     moved = _drive(pull_steps(mover, route, request, dst, lease), mover.timeout_s)
-    if report:
-        for src_rank, reporters in route.reporters.items():
-            if route.dst_rank in reporters:
-                mover.transport.notify(mover.peers[src_rank], report)
+    for src_rank in told:
+        mover.transport.notify(mover.peers[src_rank], report)
     return moved
 
 
 def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int) -> Moved:
     """Write what `src_rank` is the source of in the routes of the destination ranks."""
+    expect(routes, Iterable, "routes", "what `kvreshard.compile_routes` returns")
+    routes = list(routes)
+    for route in routes:
+        expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
+    if routes and not any(src_rank in route.reporters for route in routes):
+        known = sorted({rank for route in routes for rank in route.reporters})
+        raise UsageError(
+            f"{src_rank!r:.80} is no source rank of these routes, whose source ranks are {', '.join(map(str, known))}"
+        )
     started_s = mover.clock()
     mine = [
         replace(r, transfers=tuple(transfer for transfer in r.transfers if transfer.src_rank == src_rank))
@@ -49,7 +66,12 @@ def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int)
     ]
     lists = [copies for route in mine for copies in bind(route, request)]
     bind_s = mover.clock() - started_s
-    _settle([mover.post(Direction.WRITE, copies) for copies in lists], mover.timeout_s)
+    posted: list[Transfer] = []
+    try:
+        for copies in lists:
+            posted.append(mover.post(Direction.WRITE, copies))
+    finally:
+        _settle(posted, mover.timeout_s)
     num_bytes, num_copies = sum(c.num_bytes for c in lists), sum(c.num_copies for c in lists)
     return Moved(num_bytes, num_bytes, num_copies, 0, bind_s, mover.clock() - started_s)
 

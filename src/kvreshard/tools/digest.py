@@ -25,6 +25,7 @@ from typing import get_args
 import numpy as np
 
 from kvreshard.model.errors import BindError, UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.transfer import RankTransfer
 from kvreshard.tools.cells import Cells, Int64s, Intervals, Side, Tables, find_rows, of_transfer
@@ -120,8 +121,16 @@ def digest_transfers(
     """The digest of every field of every transfer, over the cells that the transfer moves for the request.
 
     A side needs its own block tables only. `memory` holds that side's ranks of these transfers. `fields`: only these. A transfer
-    whose group has no intervals is left out.
+    whose group has no intervals is left out. Raises UsageError for a name that no transfer has, BindError for a request that does not fit.
     """
+    expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
+    expect(key, bytes, "the key of a digest", "bytes, the same on both sides")
+    transfers = list(transfers)
+    strange = set(fields or ()).difference(*(transfer.fields for transfer in transfers))
+    if strange:
+        raise UsageError(
+            f"no transfer has the field {min(strange)!r:.80}, which is to be digested; see the fields of the layout"
+        )
     if side not in get_args(Side):
         raise UsageError(f"side is {side!r:.80}, and must be {' or '.join(map(repr, get_args(Side)))}")
     tables = request.src_tables if side == "src" else request.dst_tables

@@ -150,12 +150,14 @@ class WatchedLoad(LoadObserver):
         finally:
             scratch.give(address)
 
-    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
+    def failed(
+        self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
+    ) -> None:
         """Write a flight record."""
         recorder, events = self._rank.recorder, self._events
         if recorder is None or events is None or not is_recorded(failure):
             return
-        load, rank, options = self._load, self._rank.rank, self._rank.options
+        rank, options = self._rank.rank, self._rank.options
 
         def make(written_at_s: float) -> Flight:
             return Flight(

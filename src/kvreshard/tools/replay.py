@@ -92,7 +92,7 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
         found = replace(found, copies=summarize(bind(route, request)))
     except (LayoutMismatch, BindError) as error:
         return _refused(flight, found, error)
-    if not flight.is_routed or flight.failure.kind == "request":
+    if flight.failure.kind == "request" or (flight.failure.kind == "mismatch" and not flight.is_routed):
         return replace(found, reason=f"it was refused then and is not now: {flight.failure.text}")
     memory = _Memory(src, dst, route, flight.staging_bytes)
     memory.fill(request, seed, available_bytes)

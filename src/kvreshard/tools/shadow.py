@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from kvreshard.plan.route import Route
 from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.keys import Keys
 from kvreshard.session.peer import describe_route
 from kvreshard.tools.shadow_record import Posted
@@ -33,6 +36,8 @@ logger = get_logger(__name__)
 
 MAX_WAITING = 256
 CLOSE_S = 0.3
+# A source that does not answer is asked again after this.
+RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class ShadowJudge:
         self._engine_metadata: EngineMetadata | None = None
         self._dst: EngineLayout | None = None
         self._met: dict[RemoteEngine, tuple[EngineLayout, Route] | str] = {}
+        self._unanswered: dict[RemoteEngine, tuple[float, HandshakeError]] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._waiting: queue.Queue[EndedLoad | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="kvreshard-shadow", daemon=True)
@@ -134,7 +140,10 @@ class ShadowJudge:
             return ShadowReport(verdict="more" if ended.posted and not ended.is_failed else "refused there", **facts)
         if load.load is None or dst is None:
             return ShadowReport(verdict="refused here", reason=load.why_not, **facts)
-        met = self._meet(load.load.remote, dst)
+        try:
+            met = self._meet(load.load.remote, dst)
+        except HandshakeError as error:
+            return ShadowReport(verdict="unknown", reason=str(error), **facts)
         if isinstance(met, str):
             return ShadowReport(verdict="refused here", reason=met, **facts)
         src, route = met
@@ -149,12 +158,20 @@ class ShadowJudge:
         return compare_load(load.load, route, src, dst, theirs, facts)
 
     def _meet(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route] | str:
-        """The source's layout and the route from it, or why there is none; found once per instance of the engine."""
+        """The source's layout and the route from it, or why there is none; found once per instance of the engine. Raises HandshakeError where the
+        source does not answer; it is asked again after `RETRY_S`.
+        """
+        asked_s, error = self._unanswered.get(remote, (-math.inf, None))
+        if error is not None and time.monotonic() < asked_s + RETRY_S:
+            raise error
         if remote not in self._met:
             try:
                 self._met[remote] = met = self._fetch(remote, dst)
                 sentence = describe_route(met[1])
                 logger.info("shadow: %s: %s", remote, sentence, extra=fields("shadow_met", **remote.log_fields))
+            except HandshakeError as error:
+                self._unanswered[remote] = time.monotonic(), error
+                raise
             except KvReshardError as error:
                 self._met[remote] = str(error)
                 logger.warning("shadow: %s: %s", remote, error, extra=fields("shadow_refused", **remote.log_fields))
@@ -168,7 +185,8 @@ class ShadowJudge:
         src = engine_metadata.decode_layout()
         route = compile_route(src, dst, self.rank)
         outcome = f"shadow: {describe_route(route)}"
-        send_outcome(remote.address, self._engine, self.rank, outcome, True, timeout_s, keys)
+        with contextlib.suppress(HandshakeError):  # a courtesy
+            send_outcome(remote.address, self._engine, self.rank, outcome, True, timeout_s, keys)
         return src, route
 
     def _note(self, report: ShadowReport) -> None:

@@ -115,6 +115,14 @@ def test_facts_and_layouts_that_differ_are_refused_again(run: Run, save: Save) -
     assert "not in the plan" in run("replay", save(allowed)).stdout
 
 
+@pytest.mark.parametrize("kind", ["transfer", "timeout", "handshake"])
+def test_a_source_that_could_not_be_connected_was_not_refused(run: Run, save: Save, kind: str) -> None:
+    """Its layout is known, and there was no route: the plan has nothing to do with it."""
+    result = run("replay", save(flight(kind, "NIXL cannot load the metadata", is_routed=False)))
+    assert result.exit_code == 0
+    assert "not in the plan: every byte arrives" in result.stdout
+
+
 def test_a_source_that_was_never_met_leaves_nothing_to_replay(run: Run, save: Save) -> None:
     result = run("replay", save(flight("handshake", src=None, is_routed=False)))
     assert result.exit_code == 0

@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.faulty_memory import Fault
 from tests.pairs.small import request
+from tests.unit.session.prefills import LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import (
     LEASE,
     LIFE,
@@ -35,7 +37,7 @@ from tests.unit.session.world import (
 )
 from tests.work import count_bytecodes
 
-from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
+from kvreshard.model import BindError, KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
 from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
@@ -104,6 +106,34 @@ def test_a_failed_load_leaves_a_record_from_which_its_copies_follow(world: World
     wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     assert summarize(bind(route, flight.transfer)) == summarize(bind(then, wanted))
     assert flight.is_routed
+
+
+def test_the_record_of_an_early_load_has_the_pages_that_were_read(recorder: Recorder, tmp_path: Path) -> None:
+    """Few of them were known when it was ordered."""
+    shown = rendezvous()
+    world = make_world(2, 1, recorder=recorder, follower=lambda: LocalFollower(shown, []))
+    prefill = Prefill(world, shown, 40, Random(0))
+    prefill.begin()
+    load = prefill.order()
+    for number in range(12):
+        for rank in world.src.endpoints:
+            while prefill.go_on(rank):
+                pass
+        if number == 6:
+            prefill.publish()
+            world.faults[-1] = Fault(fail_after_copies=0)
+        meet(world)
+        world.turn(1)
+        world.fabric.step(4)
+        world.clock.now_s += 0.03
+    flight = decode_flight(records(tmp_path)[0].read_bytes())
+    assert flight.failure.kind == "transfer"
+    assert flight.src is not None
+    route = compile_route(wire.decode(flight.src.layout), wire.decode(flight.dst.layout), flight.rank)
+    with pytest.raises(BindError):
+        list(bind(route, load.transfer))
+    assert list(bind(route, flight.transfer))
+    world.close()
 
 
 def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path) -> None:

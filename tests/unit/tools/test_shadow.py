@@ -19,10 +19,11 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.lease import Lease
 from kvreshard.session.seal import Seal
+from kvreshard.tools import shadow
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
@@ -208,6 +209,31 @@ def test_a_load_is_judged_by_the_route_from_the_source_that_is_met(judged: Any, 
     assert found[1]["reason"] == "token 12 looks at token 1"
 
 
+def test_a_source_that_does_not_answer_once_is_asked_again(
+    judged: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that it is not told how the comparison went is no reason to compare nothing."""
+    judge, listener, reports = judged
+    fetch, errors = shadow.fetch_engine_metadata, [HandshakeError("it is slow")]
+
+    def fetch_late(*given: Any) -> EngineMetadata:
+        if errors:
+            raise errors.pop()
+        return fetch(*given)
+
+    def send(*given: Any) -> None:
+        raise HandshakeError("it takes no outcome")
+
+    monkeypatch.setattr(shadow, "fetch_engine_metadata", fetch_late)
+    monkeypatch.setattr(shadow, "send_outcome", send)
+    monkeypatch.setattr(shadow, "RETRY_S", 0.0)
+    for _ in range(2):
+        judge.submit(ended(pair, listener.address))
+    first, second = reports(2)
+    assert (first["verdict"], first["reason"]) == ("unknown", "it is slow")
+    assert second["verdict"] == "same"
+
+
 def test_what_this_connector_would_not_load_is_told_with_the_reason(judged: Any, pair: Any) -> None:
     judge, listener, reports = judged
     listener.close()  # nobody answers any more
@@ -216,7 +242,7 @@ def test_what_this_connector_would_not_load_is_told_with_the_reason(judged: Any,
     judge.submit(dataclasses.replace(good, load=dataclasses.replace(good.load, load=None)))
     judge.submit(good)
     found = reports(3)
-    assert [report["verdict"] for report in found] == ["refused here", "more", "refused here"]
+    assert [report["verdict"] for report in found] == ["refused here", "more", "unknown"]
     assert found[0]["reason"] == "no parameters"
     assert str(listener.address.port) in found[2]["reason"]
 
