@@ -26,6 +26,7 @@ from kvreshard.catalog.layer_rules import (
     ON,
     SWITCHED,
     Windows,
+    decided,
     every,
     listed,
     mtp,
@@ -70,11 +71,11 @@ ATTENTION: Mapping[str, Family] = {
     "glm4": Family(layers=ALL_OR_NONE, kv_heads=2, head_size=128),
     **dict.fromkeys(("nemotron", "cohere", "hyperclovax", "olmoe", "stablelm"), Family(layers=ALL_OR_NONE, head_size=DERIVED)),
     # Windows that must be switched on. Layers of Qwen2-MoE without types are of both, of which its class makes full ones.
-    "qwen2": Family(layers=SWITCHED, if_partial=SIZES_7B, kv_heads=32, head_size=DERIVED),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), Family(layers=Windows(switch=OFF, first=80), kv_heads=8, head_size=DERIVED)),
-    "qwen3": Family(layers=SWITCHED, kv_heads=32, head_size=128),
+    "qwen2": Family(layers=SWITCHED, if_partial=SIZES_7B, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), Family(layers=Windows(switch=OFF, first=80), if_absent={"sliding_window": 4096}, kv_heads=8, head_size=DERIVED)),
+    "qwen3": Family(layers=SWITCHED, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=128),
     "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), kv_heads=16, head_size=DERIVED),
-    "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), kv_heads=4, head_size=DERIVED),
+    "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), if_absent={"sliding_window": 4096}, kv_heads=4, head_size=DERIVED),
     # The same, with layers that predict: `glm4_moe_mtp.py`, `ernie_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py`, `mimo_mtp.py`.
     "glm4_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=DERIVED),
     "ernie4_5_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=4, head_size=DERIVED),
@@ -82,7 +83,7 @@ ATTENTION: Mapping[str, Family] = {
     "hy_v3": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=128),
     "mimo": Family(layers=SWITCHED, predicts=mtp_like_first, head_size=DERIVED),
     # `GptOssConfig`, `Gemma2Config`.
-    "gpt_oss": Family(layers=ALTERNATING, kv_heads=8, head_size=64),
+    "gpt_oss": Family(layers=decided(rules.gpt_oss, LAYER_TYPES, "vLLM's class, which gives every other layer a window, from the first on"), kv_heads=8, head_size=64),
     "gemma2": Family(layers=ALTERNATING, kv_heads=4, head_size=256),
     # `AfmoeConfig`.
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
@@ -97,14 +98,14 @@ ATTENTION: Mapping[str, Family] = {
                          if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     # `Llama4TextConfig`, `llama4.py`.
     **dict.fromkeys(("llama4", "llama4_text"), Family(
-        layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk, family="chunk")},
-        kv_heads=8, head_size=128)),
+        layers=decided(rules.llama4, {"full_attention": "full", "chunked_attention": "chunk"}, "no_rope_layers"),
+        caches={"chunk": attention(window=cache.chunk, family="chunk")}, if_absent={"attention_chunk_size": 8192}, kv_heads=8, head_size=128)),
     # `minicpm3.py`: K and V are cached as they come out of the latent, V as wide as K.
     "minicpm3": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.minicpm3_head_size}),
     # `minimax_m2.py`, which drops the `num_mtp_modules`.
     "minimax_m2": Family(layers=rules.minimax_m2, expects={"sliding_window": ()}, kv_heads=8, head_size=128),
     # `configs/muse_glimmer.py`.
-    "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_absent={"sliding_window": 2048}, kv_heads=2, head_size=128),
+    "muse_glimmer_text": Family(layers=decided(rules.muse_glimmer, LAYER_TYPES, "no_rope_layers"), if_absent={"sliding_window": 2048}, kv_heads=2, head_size=128),
     # `plamo3.py`.
     "plamo3": Family(layers=numbered("interleaved_sliding_window", lambda tokens: "window" if tokens else "full", null=0),
                      caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
@@ -275,6 +276,9 @@ HEAD_SIZES: Mapping[int | str, tuple[str, ...]] = {
         "deepseek", "dots_ocr", "internlm2", "kimi_audio", "minicpm", "minicpmo", "minicpmv", "molmo", "orion", "PanguEmbedded", "TeleFLM"),
 }
 # fmt: on
+
+# Of these, those whose class has windows where the file has neither `layer_types` nor `sliding_window`: such a file is refused.
+WINDOWS_BY_DEFAULT = frozenset({"cwm", "granite_swa", "granitemoe_swa", "ministral", "olmo3", "vaultgemma"})
 
 FAMILIES: Mapping[str, Family] = {
     **ATTENTION,

@@ -69,7 +69,7 @@ class Family:
     if_partial: Mapping[str, Any] = field(default_factory=dict, compare=False)
     if_null: Mapping[str, Any] = field(default_factory=dict, compare=False)
     page_tokens: int = 16
-    order: str = "LBNHC"
+    order: str = "LBHNC"
     numbered_on: bool = False
     one_per_draft: bool = False
     reads_per_layer: bool = False

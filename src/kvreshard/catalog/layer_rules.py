@@ -49,6 +49,18 @@ def listed(words: Mapping[str, str], otherwise: LayerRule | None = None, *, fiel
     return rule
 
 
+def decided(rule: LayerRule, words: Mapping[str, str], why: str) -> LayerRule:
+    """`rule` decides, since vLLM's class does not look at `layer_types`; a file whose types contradict it is refused. `why`: what they contradict."""
+
+    def checked(config: Config, num_layers: int) -> Sequence[str]:
+        types = tuple(rule(config, num_layers))
+        if config.has("layer_types") and tuple(config.entries("layer_types", num_layers, words)) != types:
+            raise config.error("layer_types", f"contradicts {why}", "make them agree in a copy of the file")
+        return types
+
+    return checked
+
+
 def numbered(field: str, word: Callable[[int], str], *, null: int | None = None) -> LayerRule:
     """The file lists a number for every layer in `field`; `word` gives the caches for a number. `null`: stands for null."""
     return lambda config, num_layers: [word(entry) for entry in config.numbers(field, num_layers, null=null)]
@@ -157,14 +169,18 @@ def cohere2_moe(config: Config, num_layers: int) -> Sequence[str]:
 
 
 def muse_glimmer(config: Config, num_layers: int) -> Sequence[str]:
-    """vLLM reads `no_rope_layers`, by default 1 in all but every fourth layer from the last. Layer types that contradict it are refused."""
+    """vLLM reads `no_rope_layers`, by default 1 in all but every fourth layer from the last."""
     rotated = [(num_layers - 1 - index) % 4 != 0 for index in range(num_layers)]
     if config.has("no_rope_layers"):
         rotated = [entry == 1 for entry in config.numbers("no_rope_layers", num_layers)]
-    types = tuple("window" if entry else "full" for entry in rotated)
-    if config.has("layer_types") and config.entries("layer_types", num_layers, LAYER_TYPES) != types:
-        raise config.error("layer_types", "contradicts no_rope_layers", "make them agree in a copy of the file")
-    return types
+    return ["window" if entry else "full" for entry in rotated]
+
+
+def gpt_oss(config: Config, num_layers: int) -> Sequence[str]:
+    """vLLM gives every other layer the window, from the first on, and all layers where the file says so of all."""
+    if config.has("layer_types") and set(config.entries("layer_types", num_layers, LAYER_TYPES)) == {"window"}:
+        return ["window"] * num_layers
+    return every(2, others="window")(config, num_layers)
 
 
 def llama4(config: Config, num_layers: int) -> Sequence[str]:

@@ -84,7 +84,7 @@ class Model:
     layers: tuple[ModelLayer, ...]
     dtype: str
     default_page: int = 16
-    default_order: str = "LBNHC"
+    default_order: str = "LBHNC"
     num_query_heads: int | None = None
     declared: str = NATIVE
     cast_from: str = ""

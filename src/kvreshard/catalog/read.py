@@ -22,7 +22,7 @@ from typing import Any
 from kvreshard.catalog.caches import USUAL
 from kvreshard.catalog.config import PER_LAYER, Config, language_part
 from kvreshard.catalog.declared import read_with_dtype
-from kvreshard.catalog.families import FAMILIES
+from kvreshard.catalog.families import FAMILIES, WINDOWS_BY_DEFAULT
 from kvreshard.catalog.family import Family
 from kvreshard.catalog.layer_rules import ON, Windows
 from kvreshard.catalog.layers import Model, ModelLayer
@@ -182,6 +182,12 @@ def _check_unknown(config: Config) -> None:
             name,
             f"is set, and model type '{config.model_type}' is not known",
             f"the field may shape the cache, so this is not read as plain attention; {TYPES_REMEDY}",
+        )
+    if config.model_type in WINDOWS_BY_DEFAULT and not config.has("layer_types") and WINDOW not in config.fields:
+        raise config.error(
+            "layer_types",
+            f"is missing, and model type '{config.model_type}' has windows by default",
+            "add it to a copy of the file, as the model was made, or sliding_window: null where no layer has a window",
         )
     # Families have different defaults for these.
     for name, is_known in (("num_key_value_heads", config.has("num_key_value_heads")), ("head_dim", has_width)):

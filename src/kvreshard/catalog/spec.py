@@ -1,6 +1,6 @@
 """The options of an engine, and the text in which a user writes them.
 
-`tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; defaults are vLLM 0.32's.
+`tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; defaults are what vLLM 0.32 does with this connector.
 
 | key | value |
 |---|---|

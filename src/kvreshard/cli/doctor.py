@@ -27,7 +27,7 @@ from rich.table import Column
 from kvreshard.catalog import EngineSpec, load
 from kvreshard.catalog.naming import named_like
 from kvreshard.cli import doctor_host as host
-from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version
+from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version, why
 from kvreshard.cli.inputs import (
     AsJson,
     Described,
@@ -204,11 +204,11 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         return
     try:
         socket.create_connection((peer.host, peer.port), CONNECT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         remedy = (
             "is the engine running, is this its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and does a firewall lie between?"
         )
-        yield Line(peer.name, "error", f"cannot be reached: {error.strerror or error}", remedy)
+        yield Line(peer.name, "error", f"cannot be reached: {why(error)}", remedy)
         return
     from kvreshard.session.handshake_client import fetch_engine_metadata
     from kvreshard.session.handshake_messages import Address

@@ -120,6 +120,11 @@ def check_memlock(rdma: Path = RDMA) -> Iterator[Line]:
         yield Line("locked memory", "ok", text)
 
 
+def why(error: OSError | UnicodeError) -> str:
+    """Why a host cannot be reached, in the system's words where it has some."""
+    return "the host name is not valid" if isinstance(error, UnicodeError) else error.strerror or str(error)
+
+
 def check_shm(shm: Path = SHM, wanted_bytes: int = WANTED_SHM_BYTES) -> Iterator[Line]:
     """Shared memory, which UCX uses between ranks of one host."""
     try:
@@ -190,8 +195,8 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except socket.gaierror as error:
-        text = f"VLLM_NIXL_SIDE_CHANNEL_HOST is '{host}', which does not resolve: {error.strerror}"
+    except (socket.gaierror, UnicodeError) as error:
+        text = f"VLLM_NIXL_SIDE_CHANNEL_HOST is '{host}', which does not resolve: {why(error)}"
         yield Line("port", "error", text, "give a name that this machine can resolve, or one of its addresses")
         return
     except OSError as error:

@@ -177,6 +177,10 @@ def read_engine(url: str) -> Reading:
         return Reading(time.monotonic(), error=f"cannot be reached: {_reason(error.reason)}")
     except (OSError, http.client.HTTPException) as error:
         return Reading(time.monotonic(), error=f"cannot be read: {_reason(error)}")
+    except UnicodeDecodeError:
+        return Reading(time.monotonic(), error="its answer is no text of metrics")
+    except UnicodeError:  # of the host, before anybody is asked
+        return Reading(time.monotonic(), error="cannot be reached: its host name is not valid")
     except (ValueError, IndexError):  # the parser raises the second for a label without a name
         return Reading(time.monotonic(), error="its answer is no text of metrics")
     if not values:

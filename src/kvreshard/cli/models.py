@@ -45,6 +45,8 @@ def models(
 ) -> None:
     """List the models that the catalog knows, or show one of them."""
     if types:
+        if model is not None:
+            raise typer.BadParameter(f"--types lists all model types; leave '{escaped(model, 100)}' or --types out")
         list_types(as_json)
         return
     documents = [read_model(name) for name in ([model] if model is not None else MODELS)]

@@ -202,7 +202,7 @@ def test_page_overrides_reach_one_group_or_a_family() -> None:
         ("deepseek-v4-flash", "tp=1,page=64", "a page of 64 tokens is not a positive multiple of 128 tokens per state"),
         ("deepseek-v4-flash", "tp=2,dcp=2,interleave=4", "no multiple of 128 tokens per state; set interleave"),
         ("gemma-4-26b-a4b", "tp=1,order=LHBNC", "order 'LHBNC': overlaid groups cut their pages differently"),
-        ("llama-3.1-8b", "tp=2,interior=tiles", "interiors with planes or tiles need"),
+        ("llama-3.1-8b", "tp=2,order=NHD,interior=tiles", "interiors with planes or tiles need"),
         ("llama-3.1-8b", "tp=2,pcp=2", r"'pcp': 2, .* latents .*'full' caches of another kind, .*; leave pcp out$"),
         ("jamba-1.5-mini", "tp=2,pcp=2,dcp=2", "'state' caches of another kind"),
         ("deepseek-v4-flash", "tp=2,pcp=2", "'window' caches of another kind"),

@@ -144,6 +144,7 @@ def test_the_known_types_are_listed_and_named_where_one_is_not_known(run, tmp_pa
     assert {"llama", "qwen2_vl_text", "gpt_oss"} <= set(listed)
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "model_type": "odd", "torch_dtype": "bfloat16"}))
     assert "`kvreshard models --types` lists the known ones" in run("models", tmp_path).stderr
+    assert "leave 'llama-3.1-8b' or --types out" in run("models", "llama-3.1-8b", "--types").stderr
 
 
 @pytest.mark.parametrize(

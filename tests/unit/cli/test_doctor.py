@@ -281,6 +281,10 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         result = run("doctor", "--no-loopback", "--peer", where, "--peer", where)
         assert (result.exit_code, "cannot be reached" in result.stdout) == (1, True)
         assert "not both peers could be read" in result.stdout
+        assert (
+            "cannot be reached: the host name is not valid"
+            in run("doctor", "--no-loopback", "--peer", "a..b:5600").stdout
+        )
         silent.listen()
         result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", "--decode", "tp=1")
         assert (result.exit_code, "does not speak ZeroMQ: it is no kvreshard engine" in result.stdout) == (1, True)

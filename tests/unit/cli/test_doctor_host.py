@@ -76,6 +76,9 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "no such host")
     line = only(doctor_host.check_port(5600))
     assert (line.status, "'no such host', which does not resolve" in line.text) == ("error", True)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "a..b")
+    line = only(doctor_host.check_port(5600))
+    assert (line.status, "does not resolve: the host name is not valid" in line.text) == ("error", True)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
     assert only(doctor_host.check_port()).status == "error"
 

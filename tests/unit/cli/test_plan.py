@@ -22,11 +22,11 @@ moved: 80 KiB per token and 200 KiB per token of the last 1,024, to 8 decode ran
 
 a request of 1,024 tokens, what each decode rank reads
 decode rank  reads from   bytes  staged  operations  predicted
-0-1          0           35 MiB     0 B      25,680    33.4 ms
-2-3          1           35 MiB     0 B      25,680    33.4 ms
-4-5          2           35 MiB     0 B      25,680    33.4 ms
-6-7          3           35 MiB     0 B      25,680    33.4 ms
-all: 280 MiB in 205,440 operations; predicted 33.4 ms, the slowest decode rank by itself
+0-1          0           35 MiB     0 B       1,920    4.93 ms
+2-3          1           35 MiB     0 B       1,920    4.93 ms
+4-5          2           35 MiB     0 B       1,920    4.93 ms
+6-7          3           35 MiB     0 B       1,920    4.93 ms
+all: 280 MiB in 15,360 operations; predicted 4.93 ms, the slowest decode rank by itself
 
 group window.{0-4}, the last 1,024 tokens, pages of 16 -> 32 tokens
 layers.{0-4,6-10,12-16,...,24-28}.attn.{k,v}
@@ -38,7 +38,7 @@ decode rank  reads from  what         per token  a page alone
 DETAILS = """\
 layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
 decode rank  reads from  what         per token  runs per page  a page alone
-0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
+0            0           head 0 of 8     25 KiB     5 x 16 KiB  direct
 """
 SOURCES = """\
 prefill ranks
@@ -61,7 +61,7 @@ def test_piped_output_is_plain_and_stable(run) -> None:
 def test_details_have_runs_reasons_and_sources(run) -> None:
     out = run(*GEMMA_4_TO_8, "--way", "direct", "--details").stdout
     assert DETAILS in out
-    assert "direct: forced; 80 runs one by one " in out
+    assert "direct: forced; 5 runs one by one " in out
     assert SOURCES in out
 
 
@@ -104,7 +104,17 @@ def test_an_invented_request_costs_what_it_copies(run) -> None:
 
 
 def test_copies_in_words_name_field_tokens_and_heads(run) -> None:
-    words = ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2,page=32", "--tokens", "40")
+    words = (
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--prefill",
+        "tp=1,order=NHD",
+        "--decode",
+        "tp=2,page=32,order=NHD",
+        "--tokens",
+        "40",
+    )
     lines = run(*words, "--hit", "32", "--copies", "--explain").stdout.splitlines()
     assert len(lines) == 2 * 32 * 8
     both = "layers.3.attn.k token 33, head 4-7; layers.3.attn.v token 33, head 4-7"

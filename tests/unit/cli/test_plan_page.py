@@ -110,10 +110,13 @@ def test_a_sentence_says_who_reads_what(run, tmp_path: Path, pair: str, who: str
     assert Page(tmp_path / "page.html").data["who"] == who
 
 
+NHD_8, NHD_4 = "tp=8,order=NHD", "tp=4,order=NHD"
+
+
 def test_a_sentence_says_why_it_is_cheap_or_dear(run, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     whys = []
-    for options in (("tp=2", "tp=2"), ("tp=8", "tp=4"), ("tp=8", "tp=4", "--way", "direct")):
+    for options in (("tp=2", "tp=2"), (NHD_8, NHD_4), (NHD_8, NHD_4, "--way", "direct")):
         run(
             "plan",
             "--model",

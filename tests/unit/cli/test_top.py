@@ -310,3 +310,7 @@ def test_where_nobody_answers_the_exit_code_says_so() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")
     assert "cannot be reached" in done.stdout
+
+
+def test_a_host_name_that_cannot_be_looked_up_is_said() -> None:
+    assert read_engine(read_url("a..b:8000")).error == "cannot be reached: its host name is not valid"
