@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages
+from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages, stage_of_layers
 from kvreshard.catalog.layers import NATIVE, PACKED, Model, ModelLayer
 from kvreshard.catalog.paging import MIN_KERNEL_TOKENS, unifies
 from kvreshard.catalog.spec import EngineSpec
@@ -27,6 +27,12 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
     found = [*_tensor_parallel(model, spec, plan), *_context_parallel(spec, plan), *_pages(model, spec, plan)]
     if 0 in (spec.stages or even_stages(model.num_layers, spec.pp)):
         found.append(f"pp={spec.pp}: a pipeline stage has none of the {model.num_layers} decoder layers")
+    first, last = model.shared_from, model.num_layers - 1
+    if first is not None and (stages := stage_of_layers(model, spec))[first] != stages[last]:
+        found.append(
+            f"pp={spec.pp}: decoder layers up to {last} read the caches of layers from {first} on, and vLLM finds only those of their own "
+            "pipeline stage; use fewer stages, or say the layers of each"
+        )
     if spec.dtype == PACKED and any(isinstance(layer.kind, Attention) for layer in plan.layers):
         found.append(f"dtype={PACKED}: attention layers with heads have no such form and keep the model's dtype")
     return list(dict.fromkeys(found))

@@ -75,7 +75,8 @@ class Model:
     """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them.
 
     `dtype`: in which vLLM runs the model, `auto` if the file has none; `cast_from`: the dtype of the file, where vLLM runs another;
-    `declared`: the dtype of the caches, where the file declares one. `doubts`: contradictions in the file.
+    `declared`: the dtype of the caches, where the file declares one. `doubts`: contradictions in the file. `shared_from`: the first decoder layer
+    whose cache later layers without caches read; None where none does.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Model:
     declared: str = NATIVE
     cast_from: str = ""
     doubts: tuple[str, ...] = ()
+    shared_from: int | None = None
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

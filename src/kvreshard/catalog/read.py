@@ -14,7 +14,7 @@ Raises LayoutError naming the field, its value and the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,7 +100,19 @@ def _read(family: Family, config: Config) -> Model:
         family.page_tokens,
         family.order,
         heads,
+        shared_from=_shared_from(config, words),
     )
+
+
+def _shared_from(config: Config, words: Sequence[str]) -> int | None:
+    """The first layer whose cache a later one reads: each of the last `num_kv_shared_layers` reads that of the last layer of its type before them."""
+    num_own = len(words) - (
+        config.count("num_kv_shared_layers", 0, at_least=0) if config.has("num_kv_shared_layers") else 0
+    )
+    if num_own >= len(words) or any(words[num_own:]):
+        return None
+    last = {word: index for index, word in enumerate(words[:num_own]) if word}
+    return min(last.values(), default=None)
 
 
 def _filled(family: Family, config: Config) -> Config:

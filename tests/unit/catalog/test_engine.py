@@ -7,8 +7,20 @@ two. `describe` checks each layout by itself, `compile_route` proves each route;
 import random
 
 import pytest
+from tests.unit.catalog.test_config import PLAIN, changed
 
-from kvreshard.catalog import MODELS, EngineSpec, Model, describe, fit_stages, load, parse_engine, shrink, warnings
+from kvreshard.catalog import (
+    MODELS,
+    EngineSpec,
+    Model,
+    describe,
+    fit_stages,
+    load,
+    parse_engine,
+    read_model,
+    shrink,
+    warnings,
+)
 from kvreshard.catalog.engine import CONVOLUTIONAL, even_stages, stage_of_layers
 from kvreshard.kinds import Attention
 from kvreshard.model import Cyclic, EngineLayout, LayoutError, Ownership, wire
@@ -258,3 +270,17 @@ def test_prefill_context_parallelism_that_vllm_runs_has_no_warnings() -> None:
 def test_a_refusal_says_which_engine(option: str) -> None:
     with pytest.raises(LayoutError, match=r"^engine 'decode': "):
         describe(load("deepseek-v4-flash"), parse_engine(option), "decode")
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_parted"), [("tp=1", False), ("tp=1,pp=2+6", False), ("tp=1,pp=3+5", True), ("tp=1,pp=2", True)]
+)
+def test_layers_that_read_the_caches_of_others_are_on_their_stage(engine: str, is_parted: bool) -> None:
+    """Of eight layers the last three have none: they read those of layers 2, the last window, and 4, the last full one."""
+    raw = changed(
+        PLAIN, model_type="gemma3n_text", head_dim=256, num_hidden_layers=8, num_kv_shared_layers=3, sliding_window=512,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"] * 2 + ["full_attention"],
+    )  # fmt: skip
+    found = warnings(read_model("m", raw), parse_engine(engine))
+    told = "decoder layers up to 7 read the caches of layers from 2 on"
+    assert [told in one for one in found] == [True] * is_parted
