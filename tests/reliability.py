@@ -194,7 +194,7 @@ def _details(folder: Path) -> list[str]:
             f"- slowest failure {soak['slowest_failure_s']:.1f} s; {soak['quarantined']} loads quarantined; {soak['innocent']} failed "
             "though neither their source nor their reader had been touched"
         )
-        if stalls_s := soak.get("stalls_s"):
+        if stalls_s := soak["stalls_s"]:
             lines.append(
                 f"- the machine stood still for more than a second {len(stalls_s)} times, {max(stalls_s):.1f} s at most; bounds leave "
                 "out those times"

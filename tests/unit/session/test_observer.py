@@ -61,7 +61,9 @@ class SpyOfLoad(LoadObserver):
         self.spy.calls.append("landed")
         yield from self.spy.land(landing)
 
-    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
+    def failed(
+        self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
+    ) -> None:
         self.spy.calls.append(f"failed as {failure.kind}, source {src.engine if src else None}, {is_routed}")
 
 
