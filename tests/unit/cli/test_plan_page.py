@@ -17,7 +17,7 @@ PAIR = [GOLDEN / "prefill-v1.json", GOLDEN / "decode-v1.json"]
 SAME = ("--prefill", "tp=1", "--decode", "tp=2")
 FIGURES = ("num_bytes", "num_staged_bytes", "num_operations", "seconds")
 PAIRS = {
-    "heads": ("llama-3.1-70b", "tp=8", "tp=4"),
+    "heads": ("llama-3.1-70b", "tp=8,order=NHD", "tp=4,order=NHD"),
     "latents": ("deepseek-v3", "tp=4", "tp=2"),
     "states": ("qwen3-next-80b-a3b", "tp=2", "tp=4,page=32"),
     "grouped states": ("nemotron-3-nano-30b-a3b", "tp=2", "tp=4"),
