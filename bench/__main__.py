@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import beside, rows_growth, rows_session, rows_staging
+from bench import beside, rows_growth, rows_orders, rows_session, rows_staging
 from bench.results import Result, machine, save, show
 
 # Those that stand by themselves; `beside.ROWS` are the others.
@@ -23,6 +23,7 @@ ROWS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "d": rows_session.run,
     "e": rows_growth.run,
     "m": rows_staging.run,
+    "o": rows_orders.run,
 }
 HERE = Path(__file__).parent
 

@@ -19,6 +19,7 @@ TITLES = {
     "f": "First token of two real engines",
     "g": "Real engines under load: so many requests at a time",
     "n": "Early reads: exposed time and first token, compute and link paced",
+    "o": "Memory order: pages outermost on both sides, beside the order that is asked of vLLM",
     "m": "Direct or staged: the way taken beside the other",
 }
 MAX_NAMED = 3
