@@ -3,7 +3,7 @@
 Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both values and
 vLLM's condition. `assumed` lists what neither the model's file nor the engine settles. Sources: `layers/linear.py`,
 `layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py` (`select_common_block_size`),
-`get_supported_kernel_block_sizes` of the backends in `v1/attention/backends/`.
+`resolve_kv_cache_layout` and `get_supported_kernel_block_sizes` in `v1/attention/backends/`.
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ def _context_parallel(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
 
 def _pages(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
     sizes = {page.page_bytes for page in plan.pages}
-    compact = plan.order[:2] in BLOCK_COMPACT
-    if len(sizes) > 1 and not compact:
-        yield f"order={plan.order}: layers have pages of {len(sizes)} sizes; use {', '.join(o for o in ORDERS if o[:2] in BLOCK_COMPACT)}"
+    kinds = {layer.name: layer.kind for layer in plan.layers}
+    forms = {(_heads(kinds[page.name], spec), page.tokens_per_page, page.page_bytes) for page in plan.pages}
+    if len(forms) > 1 and plan.order[:2] not in BLOCK_COMPACT:
+        what = f"{len(sizes)} sizes" if len(sizes) > 1 else "other heads or tokens"
+        yield f"order={plan.order}: layers have pages of {what}; use {', '.join(o for o in ORDERS if o[:2] in BLOCK_COMPACT)}"
     if len(sizes) > 1 and len(plan.groups) > 1 and plan.order[0] == "L" and not unifies(plan.pages):
         yield f"order={plan.order}: pages of latents cannot be brought to one size; use a block-outermost order"
     if spec.page_of:
@@ -114,6 +116,11 @@ def _pages(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
     yield from _kernel_blocks(spec, plan)
     if model.default_order[0] == "B" and plan.order[0] == "L":
         yield f"order={plan.order}: model type '{model.model_type}' declares {model.default_order} only"
+
+
+def _heads(kind: Kind, spec: EngineSpec) -> int:
+    """Head slots of a rank's page, as vLLM counts them in `resolve_kv_cache_layout`."""
+    return max(1, kind.num_kv_heads // spec.tp) if isinstance(kind, Attention) else 1
 
 
 def _kernel_blocks(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,7 @@ from kvreshard.cli.inputs import (
     warn,
     write_whole,
 )
+from kvreshard.cli.order_note import order_note
 from kvreshard.cli.output import bytes_text, write_json
 from kvreshard.cli.plan_page import LARGEST_TOKENS, plan_page, request_sizes
 from kvreshard.cli.plan_view import Priced, plan_document, show_plan
@@ -136,7 +138,26 @@ def plan(
     elif as_json:
         write_json(plan_document(explain(routes), pair, priced))
     else:
-        show_plan(Console(), explain(routes), pair, priced, details)
+        note = ""
+        if (
+            priced is not None
+            and request is not None
+            and tables is None
+            and prefill
+            and decode
+            and prefill.order is decode.order is None
+        ):
+            num_tokens = max(table.num_tokens for table in request.dst_tables.values())
+
+            def in_order(order: str) -> tuple[Pair, Priced]:
+                engines = [replace(engine, order=order) for engine in (prefill, decode)]
+                other = read_pair(model, engines, pages=pages, draft=draft, num_tokens=most)
+                found = compile_routes(other.prefill, other.decode, rank, cost=cost, way=way)
+                made = plain_request(other.prefill, other.decode, num_tokens, hit)
+                return other, Priced(what, tuple(count_totals(found, made, cost)))
+
+            note = order_note(pair, priced, in_order)
+        show_plan(Console(), explain(routes), pair, priced, details, note)
 
 
 def _check_options(

@@ -50,8 +50,10 @@ class Priced:
         return max(self.seconds_of.values(), default=0.0)
 
 
-def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Priced | None, details: bool) -> None:
-    """Everything, totals first."""
+def show_plan(
+    console: Console, explanation: Explanation, pair: Pair, priced: Priced | None, details: bool, note: str = ""
+) -> None:
+    """Everything, totals first. `note`: what else there is to say of the request."""
     show_line(console, pair.title, "bold")
     show_line(console, moved_text(explanation))
     for note in pair.notes:
@@ -59,7 +61,10 @@ def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Pr
     show_line(console, "")
     if priced is not None:
         _show_totals(
-            console, priced, {reading.choice.way for subject in explanation.subjects for reading in subject.readings}
+            console,
+            priced,
+            {reading.choice.way for subject in explanation.subjects for reading in subject.readings},
+            note,
         )
     blocks: dict[object, list[Subject]] = {}
     for subject in explanation.subjects:
@@ -92,7 +97,7 @@ def moved_text(explanation: Explanation) -> str:
     return f"moved: {what}, to {whom}"
 
 
-def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
+def _show_totals(console: Console, priced: Priced, ways: set[str], note: str) -> None:
     """`ways`: of pages alone. A request's may differ, where many of its pages are read together."""
     together: dict[object, list[PairTotal]] = {}
     for total in priced.totals:
@@ -107,14 +112,16 @@ def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
     names = ("bytes", "staged", "operations", "predicted")
     num_bytes = sum(total.num_bytes for total in priced.totals)
     num_operations = sum(total.num_operations for total in priced.totals)
-    note = (
+    all_text = (
         f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
         "decode rank by itself"
     )
-    notes = [note]
+    notes = [all_text]
     num_staged = sum(total.num_staged_bytes for total in priced.totals)
     if (num_staged > 0 and "staged" not in ways) or (num_staged < num_bytes and "direct" not in ways):
         notes.append("note: neighbouring pages are read together here, another way than a page alone would be")
+    if note:
+        notes.append(note)
     show_table(
         console, f"{priced.what}, what each decode rank reads", (*RANKS, *map(number_column, names)), rows, notes
     )

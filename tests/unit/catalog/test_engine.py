@@ -239,6 +239,7 @@ def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, me
         ("deepseek-v3.2", "tp=1,page=32", "page=32: caches of quantised rows need a multiple of 64"),
         ("deepseek-v4-flash", "tp=1,order=NHD", "declares BLHNC only"),
         ("gemma-4-26b-a4b", "tp=1,order=BHLNC", "layers have pages of 2 sizes"),
+        ("nemotron-3-nano-30b-a3b", "tp=4,order=BHLNC", "layers have pages of other heads or tokens"),
         ("gemma-4-26b-a4b", "tp=1,page.full=8", "vLLM has no such option"),
         ("jamba-1.5-mini", "tp=3", "tp=3 and the 8192 channels"),
         ("qwen3.5", "tp=5", "the 48 value heads"),

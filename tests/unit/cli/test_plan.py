@@ -103,6 +103,34 @@ def test_an_invented_request_costs_what_it_copies(run) -> None:
     assert totals(run, *words, *tokens, "--hit", "4990") == (10 * per_token, len(copies))
 
 
+def _plan(run: Callable[..., Any], model: str, prefill: str, decode: str, *options: str) -> str:
+    text: str = run("plan", "--model", model, "--prefill", prefill, "--decode", decode, *options).output
+    return text
+
+
+@pytest.mark.parametrize(("model", "orders"), [("llama-3.1-8b", "order=BHLNC"), ("gpt-oss-120b", "order=BHLNC")])
+def test_an_order_in_which_pages_are_one_copy_is_told_with_what_it_would_cost(run, model: str, orders: str) -> None:
+    text = _plan(run, model, "tp=1", "tp=4", "--tokens", "4096")
+    (note,) = [line for line in text.splitlines() if line.startswith("note: ") and "VLLM_KV_CACHE_LAYOUT=BHLNC" in line]
+    count, seconds = note.removeprefix("note: ").split(" operations, predicted ")
+    there = _plan(run, model, f"tp=1,{orders}", f"tp=4,{orders}", "--tokens", "4096")
+    assert f"in {count} operations; predicted {seconds.partition(', with')[0]}," in there
+    assert "VLLM_KV_CACHE_LAYOUT" not in there
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "options"),
+    [
+        ("nemotron-3-nano-30b-a3b", "tp=4", []),  # vLLM has no such order beside states
+        ("gemma-4-26b-a4b", "tp=4", []),  # nor for layers of other head counts
+        ("llama-3.1-8b", "tp=4,order=HND", []),
+        ("llama-3.1-8b", "tp=4", ["--json"]),
+    ],
+)
+def test_no_other_order_is_told_of(run, model: str, prefill: str, options: list[str]) -> None:
+    assert "VLLM_KV_CACHE_LAYOUT" not in _plan(run, model, prefill, "tp=2", *options)
+
+
 def test_copies_in_words_name_field_tokens_and_heads(run) -> None:
     words = (
         "plan",
