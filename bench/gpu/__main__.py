@@ -61,6 +61,7 @@ PARTS = (
     Part("figures", 150, 40, True),
     Part("leaks", 60, 40, True),
     Part("model", 150, 40, True),
+    Part("orders", 60, 30, True),
 )
 
 

@@ -33,6 +33,7 @@ WHAT = {
     "figures": "loads beside plain copies, posts, an idle rank",
     "leaks": "500 loads: memory, handles, threads",
     "model": "the cost model's constants and choices",
+    "orders": "loads with pages outermost in memory",
 }
 
 

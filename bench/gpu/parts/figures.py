@@ -22,33 +22,26 @@ SHAPES = [
     Shape(f"Llama-3.1-70B HND TP {src} -> {dst}", MODEL, f"tp={src},order=HND", f"tp={dst},order=HND", None)
     for src, dst in ((8, 8), (8, 4), (4, 8))
 ]
-# The same with pages outermost on both sides: what a rank reads of a page is one copy (docs/design/0072).
-ORDERS = [
-    Shape(f"Llama-3.1-70B {order} TP {src} -> {dst}", MODEL, f"tp={src},order={order}", f"tp={dst},order={order}", None)
-    for src, dst, order in ((8, 8, "BLHNC"), (8, 4, "BHLNC"), (4, 8, "BHLNC"))
-]
 TOKENS, REHEARSAL_TOKENS = (1024, 8192, 32_768), (256,)
 PIECES = ((256, 10_000), (4096, 10_000), (65_536, 2000), (1 << 20, 200))
 IDLE_S = 2.0
 
 
 def run(bench: Bench) -> None:
-    """Loads of three pairs of engines in two memory orders, then single posts."""
+    """Loads of three pairs of engines, then single posts."""
     _copies(bench)
     _posts(bench)
-    cases = [(shape, TOKENS) for shape in SHAPES] + [(shape, (8192,)) for shape in ORDERS]
-    if bench.is_rehearsal:
-        cases = [(shape, REHEARSAL_TOKENS) for shape in (*SHAPES[:2], ORDERS[1])]
-    for shape, lengths in cases:
+    lengths = REHEARSAL_TOKENS if bench.is_rehearsal else TOKENS
+    for shape in SHAPES[:2] if bench.is_rehearsal else SHAPES:
         with bench.check(f"{shape.name}: all of it"), Pair(shape, max(lengths), bench.device) as pair:
             pair.fill()
             for num_tokens in lengths:
                 for table in ("fresh", "random"):
-                    _load(bench, shape, pair, num_tokens, table)
+                    measure_load(bench, shape, pair, num_tokens, table)
             _idle(bench, pair)
 
 
-def _load(bench: Bench, shape: Shape, pair: Pair, num_tokens: int, table: str) -> None:
+def measure_load(bench: Bench, shape: Shape, pair: Pair, num_tokens: int, table: str) -> None:
     with bench.check(f"{shape.name}, {num_tokens} tokens, {table} pages") as found:
         mover, wanted, route = pair.mover(), pair.request(num_tokens, table), pair.route(cost=usual_cost(bench.device))
         assert mover.staging is not None
