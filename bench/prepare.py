@@ -60,7 +60,7 @@ class Prepared:
         self._arena = arena
         self._transport: NixlTransport = arena.transport
         # The bench looks inside on purpose: there is no public way to prepare without posting.
-        self._agent = self._transport._owner._agent.agent  # what is watched
+        self._agent = self._transport._owner._agent.agent  # type: ignore[attr-defined]  # what is watched
         self._held = Held(self._agent._agent)
         self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0

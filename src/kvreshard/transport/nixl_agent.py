@@ -48,14 +48,12 @@ class NixlOptions:
         num_threads: of the UCX backend, for slices of at least `SPLIT_COPIES` copies, which they share; they rest between transfers. 0:
             the owner posts everything by itself. More than two are worth it only where cores idle, and take doorbells of a NIC. While a
             network reads what they posted each polls a core without rest, see `usual_threads`.
-        progress_thread: NIXL's own polling thread; spins a core.
         pace: how the owner thread spends its time.
     """
 
     backend: str = "UCX"
     backend_params: Mapping[str, str] = field(default_factory=dict)
     num_threads: int = USUAL_THREADS
-    progress_thread: bool = False
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -120,11 +118,11 @@ def _as_transport_error(fact: str, error: Exception, remedy: str = REMEDY) -> Tr
 
 
 class NixlAgent:
-    """`agent.Agent` over `nixl_agent`, for one thread only. A handle is NIXL's transfer request."""
+    """`watchdog.Agent` over `nixl_agent`, for one thread only. A handle is NIXL's transfer request."""
 
     def __init__(self, name: str, options: NixlOptions) -> None:
         api = load_nixl()
-        config = api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         with _as_errors("could not start an agent"):
             self._agent: Any = api.nixl_agent(name, config)
         plugins = self._agent.get_plugin_list()

@@ -17,7 +17,7 @@ no more bytes. Whoever wants the peer again removes it and adds it. A slice that
 What is handed in, posted or settled costs no more where more transfers wait (`posting`). A call into the library that does not come back is
 noticed by those who look (`watchdog`), since this thread cannot.
 
-The agent is a narrow protocol (`agent`), so that this loop runs in tests without NIXL.
+The agent is a narrow protocol (`watchdog.Agent`), so that this loop runs in tests without NIXL.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.model.logs import Repeats, fields, get_logger
-from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.posting import Pace, Posting, SlicedTransfer, Windows
 from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.slices import SliceBudget
-from kvreshard.transport.watchdog import SLOW_FACTOR, Watchdog, WatchedAgent
+from kvreshard.transport.watchdog import SLOW_FACTOR, Agent, Watchdog, watched
 from kvreshard.transport.work_queue import WorkQueue
 
 logger = get_logger(__name__)
@@ -104,10 +103,6 @@ class Owner:
         """The call into the library that does not come back within its bound. For any thread."""
         return self._watchdog.stuck()
 
-    def submit(self, function: Callable[[], None]) -> None:
-        """Run `function` on the owner's thread some time. Raises `TransportError` once stopped."""
-        self._work.submit(function)
-
     def attend(self, attentive: bool) -> None:
         """Set the pace between events. To be told that peers will come is an event: it ends a rest, and the pace stays fast for
         `linger_s`, since a peer's read of our memory settles only when this side polls.
@@ -115,11 +110,11 @@ class Owner:
         self.attentive = attentive
         if attentive:
             with contextlib.suppress(TransportError):  # stopped: nobody will come
-                self.submit(self._note_event)
+                self._work.submit(self._note_event)
 
     def post(self, sliced: SlicedTransfer) -> None:
         """Start a transfer; does not wait."""
-        self.submit(lambda: self._accept(sliced))
+        self._work.submit(lambda: self._accept(sliced))
 
     def cancel(self, transfer: Transfer) -> None:
         """Post no more of a transfer; does not wait."""
@@ -130,11 +125,11 @@ class Owner:
                 sliced.fail(cancelled(transfer))
                 self._settle_quiet(sliced)
 
-        self.submit(stop)
+        self._work.submit(stop)
 
     def send(self, peer: str, payload: bytes) -> None:
         """Send a notification; does not wait. A failure is logged, since delivery is never certain."""
-        self.submit(lambda: self._send(peer, payload))
+        self._work.submit(lambda: self._send(peer, payload))
 
     def add_peers(self, natives: Mapping[str, bytes]) -> None:
         """Load the metadata of some peers, all or none. Refused while slices of a former time of theirs are in flight."""
@@ -176,7 +171,7 @@ class Owner:
             self._leave(peer, error)
 
         with contextlib.suppress(TransportError):  # stopped: the agent forgets its peers
-            self.submit(remove)
+            self._work.submit(remove)
 
     def stop(self) -> None:
         """Fail all transfers, give slices in flight `close_s` seconds, close the agent, end the thread."""
@@ -206,7 +201,7 @@ class Owner:
 
     def _run(self, make_agent: Callable[[], Agent], born: Future[None]) -> None:
         try:
-            self._agent: Agent = WatchedAgent(make_agent(), self._watchdog)
+            self._agent = watched(make_agent(), self._watchdog)
         except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
             self._work.shut()
             born.set_exception(error)

@@ -3,7 +3,7 @@
 A hung device or driver keeps the one thread that may talk to the transport's library, or the one that carries out loads, and nothing would ever
 end.
 
-1. The thread says what it begins, such as a call into the library, and when it is back (`WatchedAgent`).
+1. The thread says what it begins, such as a call into the library (`watched`), and when it is back.
 2. Anybody may ask (`stuck`). A call that was seen under way for `bound_s` together is stuck: the log says so once, and again when it is back.
 3. What passes between two looks counts for `MAX_GAP_S` at most: a process that was stopped for a minute has not waited for a minute.
 
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 from kvreshard.model.logs import fields, get_logger
-from kvreshard.transport.agent import Agent
-from kvreshard.transport.base import StuckCall
+from kvreshard.transport.base import Direction, MemoryRegion, StuckCall
+from kvreshard.transport.slices import Slice
 
 logger = get_logger(__name__)
 
@@ -100,35 +101,44 @@ class Watchdog:
             return found
 
 
-def _watched(name: str) -> Callable[..., Any]:
-    def call(self: WatchedAgent, *arguments: object) -> object:
-        self.begin(name)
-        try:
-            return getattr(self.agent, name)(*arguments)
-        finally:
-            self.end()
+class Agent(Protocol):
+    """What the owner needs of NIXL, as a protocol, so that it runs in tests without NIXL. Every call is made on the owner's thread; every failure is
+    a `TransportError`.
+    """
 
-    return call
+    def register(self, regions: Sequence[MemoryRegion]) -> None: ...
+    def deregister(self, regions: Sequence[MemoryRegion]) -> None: ...
+    def metadata(self) -> bytes: ...
+    def add_peer(self, name: str, native: bytes) -> None: ...
+    def remove_peer(self, name: str) -> None: ...
+    def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
+        """Post a slice. None: it has settled already. Raises when it could not be posted as a whole."""
 
+    def is_done(self, handle: object) -> bool:
+        """Whether a slice has arrived. Raises when it failed."""
 
-class WatchedAgent:
-    """An `agent.Agent` whose calls are watched."""
-
-    def __init__(self, agent: Agent, watchdog: Watchdog) -> None:
-        self.agent, self.begin, self.end = agent, watchdog.begin, watchdog.end
-
-    register = _watched("register")
-    deregister = _watched("deregister")
-    metadata = _watched("metadata")
-    add_peer = _watched("add_peer")
-    remove_peer = _watched("remove_peer")
-    start = _watched("start")
-    is_done = _watched("is_done")
-    release = _watched("release")
-    send = _watched("send")
-    receive = _watched("receive")
-    close = _watched("close")
+    def release(self, handle: object) -> None: ...
+    def send(self, peer: str, payload: bytes) -> None: ...
+    def receive(self) -> list[tuple[str, bytes]]: ...
+    def close(self) -> None: ...
 
 
+_AGENT_CALLS = tuple(name for name in vars(Agent) if not name.startswith("_"))
 # What `stuck` may name: calls into the library, and a turn of the thread that carries out loads.
-CALLS = (*(name for name in vars(WatchedAgent) if not name.startswith("_")), "turn")
+CALLS = (*_AGENT_CALLS, "turn")
+
+
+def watched(agent: Agent, watchdog: Watchdog) -> Agent:
+    """An agent whose calls are watched; `agent` is the one behind it."""
+
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*arguments: object) -> Any:
+            watchdog.begin(name)
+            try:
+                return getattr(agent, name)(*arguments)
+            finally:
+                watchdog.end()
+
+        return call
+
+    return cast(Agent, SimpleNamespace(agent=agent, **{name: watch(name) for name in _AGENT_CALLS}))

@@ -13,13 +13,12 @@ from tests.work import count_bytecodes
 
 from kvreshard.plan.copies import CopyList
 from kvreshard.transport import work_queue
-from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.posting import Pace, SlicedTransfer
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Cursor, make_rows
-from kvreshard.transport.watchdog import MAX_GAP_S, Watchdog
+from kvreshard.transport.watchdog import MAX_GAP_S, Agent, Watchdog
 
 SPACE = RegionTable([MemoryRegion(0, 2**40)])
 PACE = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3)
