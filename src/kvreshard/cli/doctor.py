@@ -210,9 +210,9 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         )
         yield Line(peer.name, "error", f"cannot be reached: {why(error)}", remedy)
         return
+    from kvreshard.session.exchange import read_mechanism
     from kvreshard.session.handshake_client import fetch_engine_metadata
     from kvreshard.session.handshake_messages import Address
-    from kvreshard.session.probe import read_mechanism
 
     if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, METADATA_TIMEOUT_S)) is None:
         text = "something listens there that does not speak ZeroMQ: it is no kvreshard engine, or one that is stopped"

@@ -4,21 +4,30 @@ ZeroMQ bounds one frame, one message queue and the time of its own handshake. It
 a message that never ends (4,000 frames without an end kept 240 MB, libzmq 4.3.5). `ConnectionLimits` follows the connections by ZeroMQ's
 monitor, and the bytes that each has sent by the kernel (TCP_INFO, Linux only). It resets those that are over their bounds; ZeroMQ sees the
 end of a connection and cleans up, and an honest peer asks again.
+
+Monitors must not stop the process (`open_monitor`). ZeroMQ's I/O thread writes a monitor's events to a queue. It waits while that queue is full,
+and it holds a lock that whoever ends the monitor needs, with Python's own lock in hand (pyzmq 27, libzmq 4.3.5). A peer that takes and drops
+connections as fast as it can would stop the whole process. So the queue has no bound, and the monitor ends before its reading end is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import struct
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
+
+import zmq
 
 # Offset and size of tcpi_bytes_received in Linux's struct tcp_info, since 4.1.
 _BYTES_RECEIVED = struct.Struct("=Q")
 _BYTES_RECEIVED_AT = 128
 _TCP_INFO_BYTES = 256
+_monitor_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +161,25 @@ def bytes_received(fd: int) -> int:
         if len(info) >= _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size:
             return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
     return 0
+
+
+def open_monitor(context: zmq.Context[Any], watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """The reading end of a monitor of `watched`; end it with `close_monitor`. Raises zmq.ZMQError."""
+    address = f"inproc://kvreshard-monitor-{next(_monitor_numbers)}"
+    monitor: zmq.Socket[Any] = context.socket(zmq.PAIR)
+    try:
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        watched.monitor(address, events)
+        monitor.connect(address)
+    except zmq.ZMQError:
+        monitor.close()
+        raise
+    return monitor
+
+
+def close_monitor(watched: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+    """End a monitor: first the writing end, then the reading one."""
+    with contextlib.suppress(zmq.ZMQError):
+        watched.monitor(None, 0)
+    monitor.close()

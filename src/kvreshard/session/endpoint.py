@@ -3,7 +3,7 @@
 Each turn:
 
 1. execute the commands that were submitted;
-2. apply the notifications of readers, and end the leases that have expired (`local_leases`);
+2. apply the notifications of readers, and end the leases that have expired (`lease`);
 3. stop all loads if a call into the transport's library does not return;
 4. advance the loads of which something has happened, and report those that have ended;
 5. renew the leases that are wanted here, for some time also while the engine is paused;
@@ -42,9 +42,8 @@ from kvreshard.session.early_loads import EarlyLoads
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.follower import Follower
 from kvreshard.session.job import Job, Jobs, LeaseCheck, to_failure
-from kvreshard.session.lease import LeaseTable
-from kvreshard.session.local_leases import LocalLeases
-from kvreshard.session.mover import Staging
+from kvreshard.session.lease import LeaseTable, LocalLeases
+from kvreshard.session.mover import Scratch, Staging
 from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
@@ -52,7 +51,6 @@ from kvreshard.session.progress import Computed, ProgressBoard
 from kvreshard.session.pull import Moved
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
-from kvreshard.session.scratch import Scratch
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
@@ -95,7 +93,7 @@ class Endpoint:
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
         self._observer = observer or Observer()
-        self._own = LocalLeases(rank, transport, self._observer, table, clock)
+        self._own = LocalLeases(rank, transport, self._observer.heard, table, clock)
         self.board = board or ProgressBoard(table)
         self._results = ResultQueue()
         self._peers = peers or Peers(options, clock, self.wake, on_handshake=self._results.note_handshake)
@@ -276,7 +274,9 @@ class Endpoint:
             case Load():
                 self._load(command, now_s)
             case Release():
-                if self._me is None or not self._own.release(self._me.name, command):
+                if self._me is not None and command.remote.name == self._me.name:
+                    self._own.release("/".join(self._me.name), command.lease)
+                else:
                     self._remote_leases.release(command)
             case Cancel():
                 self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)

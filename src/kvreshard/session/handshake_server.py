@@ -32,7 +32,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import fields, get_logger
 from kvreshard.session import nixl_connector
-from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit, close_monitor, open_monitor
 from kvreshard.session.engine_metadata import EngineMetadata, encode_engine_metadata
 from kvreshard.session.handshake_messages import (
     MAX_MESSAGE_BYTES,
@@ -43,7 +43,6 @@ from kvreshard.session.handshake_messages import (
     read_message,
 )
 from kvreshard.session.keys import Keys
-from kvreshard.session.monitor import close_monitor, open_monitor
 from kvreshard.session.rendezvous import Rendezvous
 
 logger = get_logger(__name__)

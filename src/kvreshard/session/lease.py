@@ -10,23 +10,28 @@ A one-sided read cannot be revoked, so the generation of a page belongs to the l
 Reports are sets: a report names its consumer, its reporter and all reporters of this source rank. Duplicates, late reports and reports with
 another word change nothing. Each consumer engine (a router's retry) has a set of its own. A report may arrive before `publish`: a reader can
 be faster than this rank's next step.
+
+`LeaseTable` has the words, `LeaseBook` the bookkeeping, and `LocalLeases` gives that what readers send over the transport.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvreshard.model.errors import KvReshardError
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.model.tables import PageTable
 from kvreshard.model.wire import MAX_RANKS
-from kvreshard.session.notes import Heartbeat, Report
-from kvreshard.transport.base import MemoryRegion
+from kvreshard.session.notes import VERSION, Heartbeat, Report, read_note
+from kvreshard.transport.base import MemoryRegion, Transport, TransportError
+
+logger = get_logger(__name__)
 
 WORD_BYTES = 8
 FREE = 0
@@ -35,6 +40,10 @@ Cause = Literal["reported", "expired", "revoked"]
 MAX_CONSUMERS_PER_LEASE = 64
 # Readers renew a lease this often in its lifetime: five renewals may be late or lost.
 RENEWALS_PER_LEASE = 6
+# Longer than any rest of the session's thread: this process, or all of its machine, was stopped.
+STOPPED_S = 0.6
+# How long it takes until the notifications that were sent meanwhile have arrived. Another thread fetches them.
+CATCH_UP_S = 5.0
 
 
 class Lease(NamedTuple):
@@ -206,3 +215,61 @@ class LeaseBook:
             self._table[lease.slot] = FREE
         if self._deadlines_s.pop(request, None) is not None:
             self._finished[request] = cause
+
+
+class LocalLeases:
+    """The leases of this rank's own prefills, and the notifications of their readers. Used from the session's thread only.
+
+    `table`: the lease words of the rank. `on_other`: called with each notification that is neither a report nor a heartbeat.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport,
+        on_other: Callable[[bytes, LeaseBook], None],
+        table: LeaseTable,
+        clock: Callable[[], float],
+    ) -> None:
+        self._rank, self._transport, self._on_other = rank, transport, on_other
+        self.book = LeaseBook(table)
+        self._turned_s = clock()
+        self._expires_from_s: float | None = None
+        self._is_closed = False
+
+    def receive(self, now_s: float) -> None:
+        """Apply reports and heartbeats."""
+        try:
+            messages = self._transport.notifications()
+        except TransportError as error:  # closed: its transfers have failed, and their loads must end
+            if not self._is_closed:
+                logger.error(
+                    "rank %d receives no notifications any more: %s",
+                    *(self._rank, error),
+                    extra=fields("notifications_ended", rank=self._rank),
+                )
+            self._is_closed, messages = True, ()
+        for message in messages:
+            note = read_note(message.payload)
+            if isinstance(note, Report):
+                self.book.report(note)
+            elif isinstance(note, Heartbeat):
+                self.book.renew(note, now_s)
+            else:
+                self._on_other(message.payload, self.book)
+
+    def expire(self, now_s: float) -> None:
+        """End the leases whose time is over. After a stop of the process, only once the renewals that were sent meanwhile have arrived.
+
+        Gaps of less than `CATCH_UP_S` between calls do not add up: where each turn comes late, leases still end.
+        """
+        gap_s, self._turned_s = now_s - self._turned_s, now_s
+        if gap_s > CATCH_UP_S or (gap_s > STOPPED_S and self._expires_from_s is None):
+            self._expires_from_s = now_s + CATCH_UP_S
+        if self._expires_from_s is None or now_s >= self._expires_from_s:
+            self._expires_from_s = None
+            self.book.expire(now_s)
+
+    def release(self, consumer: str, lease: Lease) -> None:
+        """End a lease of this very engine, `consumer` (name and instance id), which was to read from itself."""
+        self.book.report(Report(VERSION, consumer, lease.request, lease.word, self._rank, (self._rank,)))

@@ -1,4 +1,4 @@
-"""What a rank carries out requests with: a transport that knows the peers, its own memory, and a buffer for staged reads."""
+"""What a rank carries out requests with: a transport that knows the peers, its own memory, a buffer for staged reads, and room for lease words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.layout import EngineLayout
@@ -15,10 +16,13 @@ from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.plan.fill import find_holes
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
-from kvreshard.transport.base import Direction, Transfer, Transport, TransportError
+from kvreshard.session.lease import WORD_BYTES
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 NUM_HALVES = 2
+SCRATCH_WORDS = 1 << 14
+NO_PLACE = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,43 @@ def reads_into(address: int, batch: Batch) -> CopyList:
     """The reads of a batch into the half at an address."""
     reads = batch.reads
     return replace(reads, dst_address=reads.dst_address + address)
+
+
+class Scratch:
+    """Registered memory into which a rank reads the lease words of its sources, 8 bytes per source rank of a load: first fit, of `num_words` words."""
+
+    def __init__(self, num_words: int = SCRATCH_WORDS) -> None:
+        self._words = np.zeros(num_words, dtype=np.uint64)
+        # One byte per word: 0 if it is free.
+        self._is_taken = bytearray(num_words)
+        self._num_words: dict[int, int] = {}
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(int(self._words.ctypes.data), self._words.nbytes)
+
+    def __len__(self) -> int:
+        """Places that are taken."""
+        return len(self._num_words)
+
+    def take(self, num_words: int) -> int | None:
+        """The address of `num_words` free words, None while there are none. A load without sources gets `NO_PLACE`."""
+        if not num_words:
+            return NO_PLACE
+        start = self._is_taken.find(bytes(num_words))
+        if start < 0:
+            return None
+        self._is_taken[start : start + num_words] = b"\1" * num_words
+        address = self.region.address + start * WORD_BYTES
+        self._num_words[address] = num_words
+        return address
+
+    def give(self, address: int | None) -> None:
+        """Free a place. An address that is not taken, or None, changes nothing."""
+        num_words = 0 if address is None else self._num_words.pop(address, 0)
+        if address is not None and num_words:
+            start = (address - self.region.address) // WORD_BYTES
+            self._is_taken[start : start + num_words] = bytes(num_words)
 
 
 @dataclass(frozen=True, slots=True)

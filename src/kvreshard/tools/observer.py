@@ -16,9 +16,9 @@ from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
+from kvreshard.session.mover import Scratch
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.pull import Moved
-from kvreshard.session.scratch import Scratch
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer

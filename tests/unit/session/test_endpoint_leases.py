@@ -22,8 +22,7 @@ from kvreshard.session.commands import (
     Revoke,
     StopRenewing,
 )
-from kvreshard.session.lease import FREE, Lease, LeaseTable
-from kvreshard.session.local_leases import CATCH_UP_S
+from kvreshard.session.lease import CATCH_UP_S, FREE, Lease, LeaseTable
 
 
 def watch(world: World) -> None:

@@ -14,11 +14,11 @@ from kvreshard.model.tables import Request
 from kvreshard.session.commands import Acquire, Cancel, Load, Publish, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import Lease
+from kvreshard.session.mover import Scratch
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
-from kvreshard.session.scratch import Scratch
 
 FEW, MANY = 10, 1000
 NOTHING = Request({}, {}, {}, {})

@@ -16,11 +16,11 @@ from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.exchange import read_mechanism
 from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
 from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
-from kvreshard.session.probe import read_mechanism
 
 LOCAL = Address("127.0.0.1", 0)
 PATIENCE_S = 60.0

@@ -48,7 +48,7 @@ def test_asking_somebody_who_hangs_up_always_comes_to_an_end(rude: Address) -> N
 
 UNREAD = """
 import socketserver, threading, time, zmq
-from kvreshard.session.monitor import close_monitor, open_monitor
+from kvreshard.session.connection_limits import close_monitor, open_monitor
 
 count = 0
 

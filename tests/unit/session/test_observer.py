@@ -71,7 +71,7 @@ def watched(land: Land = at_once) -> tuple[World, Spy]:
     """A world whose one reader has a spy."""
     world, spy = make_world(1, 1), Spy(land)
     (endpoint,) = world.dst.endpoints.values()
-    endpoint._observer = endpoint._own._observer = spy
+    endpoint._observer, endpoint._own._on_other = spy, spy.heard
     return world, spy
 
 
@@ -188,7 +188,8 @@ def test_a_session_does_not_rest_while_its_observer_has_work() -> None:
 def test_a_session_does_without_an_observer() -> None:
     world, _ = watched()
     (endpoint,) = world.dst.endpoints.values()
-    endpoint._observer = endpoint._own._observer = Observer()
+    endpoint._observer = observer = Observer()
+    endpoint._own._on_other = observer.heard
     load(world)
     results = endpoint.collect()
     assert (set(results.received), results.checks) == ({"d"}, {})

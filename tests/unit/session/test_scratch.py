@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.scratch import Scratch
+from kvreshard.session.mover import Scratch
 
 
 def test_places_do_not_overlap_and_come_back() -> None:
