@@ -186,7 +186,7 @@ class NixlTransport:
         # A `RegionTable` is never changed, only replaced.
         if found is None or found[0] is not local or found[1] is not remote:
             found = known[own_name, direction] = local, remote, make_rows(copies.page, direction, local, remote, side)
-        if not is_indexed(copies):
+        if not is_indexed(copies.page):
             return Cursor(listed_rows(copies, direction, local, remote, side))
         is_read = direction is Direction.READ
         return Cursor(found[2], (copies.dst_page, copies.src_page) if is_read else (copies.src_page, copies.dst_page))

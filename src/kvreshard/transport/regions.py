@@ -10,7 +10,7 @@ lie in one registration), metadata that is malformed, too large or of a later ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.form import SAME_RELEASE
 from kvreshard.plan.copies import Int64s
-from kvreshard.transport.base import ADDRESS_SPACE_BYTES, MemoryRegion, TransportError, is_device
+from kvreshard.transport.base import MemoryRegion, TransportError
 
 METADATA_VERSION = 1
 
@@ -29,52 +29,20 @@ MAX_METADATA_BYTES = 64 * 1024 * 1024
 class RegionTable:
     """Registered regions of one rank, sorted by address. Immutable."""
 
-    __slots__ = ("_last", "_start", "device", "devices")
+    __slots__ = ("_last", "_start", "device", "devices", "regions")
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
-        found = list(regions)
-        sizes = [region.size_bytes for region in found]
-        self._set([region.address for region in found], sizes, [region.device for region in found])
-
-    @staticmethod
-    def of(addresses: Sequence[int], sizes_bytes: Sequence[int], devices: Sequence[str]) -> RegionTable:
-        """The table of regions given as columns. Raises TransportError for one outside the address space, on an unknown kind of device, or
-        over another one.
-        """
-        table = RegionTable.__new__(RegionTable)
-        table._set(addresses, sizes_bytes, devices)
-        return table
-
-    def _set(self, addresses: Sequence[int], sizes_bytes: Sequence[int], devices: Sequence[str]) -> None:
-        kinds = set(devices)
-        ends = [address + size for address, size in zip(addresses, sizes_bytes, strict=True)]
-        is_wrong = not all(map(is_device, kinds)) or min(addresses, default=0) < 0 or min(sizes_bytes, default=1) <= 0
-        if is_wrong or max(ends, default=0) > ADDRESS_SPACE_BYTES:
-            for row in zip(addresses, sizes_bytes, devices, strict=True):
-                MemoryRegion(*row)  # says what is wrong
-        start = np.array(addresses, dtype=np.int64)
+        # In the order of their addresses.
+        self.regions = tuple(sorted(regions, key=lambda region: region.address))
+        self._start = np.array([region.address for region in self.regions], dtype=np.int64)
         # The last byte, not the end: an end of 2^63 has no int64.
-        last = np.array([end - 1 for end in ends], dtype=np.int64)
-        order = np.argsort(start, kind="stable")
-        self._start, self._last, self.devices = (
-            start[order],
-            last[order],
-            tuple([devices[row] for row in order.tolist()]),
-        )
+        self._last = np.array([region.end - 1 for region in self.regions], dtype=np.int64)
+        self.devices = tuple([region.device for region in self.regions])
         # The device that all regions lie on; None where they differ.
-        self.device = self.devices[0] if len(kinds) == 1 else None
+        self.device = self.devices[0] if len(set(self.devices)) == 1 else None
         for at in np.flatnonzero(self._last[:-1] >= self._start[1:]).tolist():
             lower, upper = self.regions[at : at + 2]
             raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
-
-    @property
-    def regions(self) -> tuple[MemoryRegion, ...]:
-        """In the order of their addresses."""
-        sizes = (self._last - self._start).tolist()
-        return tuple(
-            MemoryRegion(start, size + 1, device)
-            for start, size, device in zip(self._start.tolist(), sizes, self.devices, strict=True)
-        )
 
     def plus(self, regions: Iterable[MemoryRegion]) -> RegionTable:
         """A table with `regions` added."""
@@ -156,7 +124,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
                 f"peer {self.name!r} gives {len(self.addresses)} addresses, {len(self.sizes_bytes)} sizes and {len(devices)} devices of "
                 "its regions; run the same releases of kvreshard and NIXL on both sides"
             )
-        return RegionTable.of(self.addresses, self.sizes_bytes, devices)
+        return RegionTable(map(MemoryRegion, self.addresses, self.sizes_bytes, devices))
 
 
 def encode_metadata(kind: str, name: str, table: RegionTable, native: bytes = b"") -> bytes:

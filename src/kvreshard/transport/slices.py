@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.plan.copies import MAX_COPY_BYTES, Copies, CopyList, Int64s, Page, PagedCopies, cut_long
+from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, Page, PagedCopies, cut_long
 from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Direction, TransportError
 from kvreshard.transport.regions import RegionTable
 
@@ -181,11 +181,8 @@ def make_rows(
     return [_row_set(kind, local_rows[rows], remote_rows[rows], counts) for kind, rows in chosen]
 
 
-def is_indexed(copies: Copies) -> bool:
-    """Whether a post can pick these copies from a prepared page, by indices of 32 bits and without a copy that must be cut."""
-    if not isinstance(copies, PagedCopies):
-        return False
-    page = copies.page
+def is_indexed(page: Page) -> bool:
+    """Whether a post can pick copies from a prepared page, by indices of 32 bits and without a copy that must be cut."""
     return (
         page.num_entries * max(page.src_count, page.dst_count) < MAX_INDEX and int(page.length.max()) <= MAX_COPY_BYTES
     )

@@ -204,12 +204,10 @@ def test_a_page_is_placed_with_all_that_it_may_copy() -> None:
 
 
 def test_what_cannot_be_told_apart_by_index_is_not_indexed() -> None:
-    first = np.array([0])
-    assert is_indexed(PagedCopies(0, 0, page(), first, first))
-    assert not is_indexed(PagedCopies(0, 0, page(length=MAX_COPY_BYTES + 1), first, first))
-    assert not is_indexed(PagedCopies(0, 0, page(2, (1 << 30, 1)), first, first))
-    assert not is_indexed(PagedCopies(0, 0, page(2, (1, 1 << 30)), first, first))
-    assert not is_indexed(many())
+    assert is_indexed(page())
+    assert not is_indexed(page(length=MAX_COPY_BYTES + 1))
+    assert not is_indexed(page(2, (1 << 30, 1)))
+    assert not is_indexed(page(2, (1, 1 << 30)))
 
 
 def test_a_pool_of_more_pages_than_32_bits_count_has_rows_all_the_same() -> None:
@@ -234,7 +232,7 @@ def test_pages_without_indices_are_listed_as_they_are_posted() -> None:
     one = Page.of(2**50 + np.arange(1 << 10), np.arange(1 << 10) * 4096, 1, (1 << 10, 4), (1 << 30, 1 << 10))
     pages = np.arange(1 << 10)
     copies = PagedCopies(0, 0, one, np.arange(1 << 16), np.resize(pages, 1 << 16))
-    assert not is_indexed(copies)
+    assert not is_indexed(copies.page)
     tracemalloc.start()
     cursor = Cursor(listed_rows(copies, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"))
     first = [cursor.take(1 << 24) for _ in range(100)]
