@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import zmq
@@ -91,10 +91,10 @@ _WATCHED = (
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """A handshake message for a listener.
+    """A handshake message for a listener, and the future of its answer.
 
     `timeout_s` ends at `deadline_s` of `time.monotonic`; `max_bytes` bounds the answer. `is_connected`: the other side has shown that it is a
-    listener.
+    listener. `task`: asks it at present, since `began_s`.
     """
 
     address: Address
@@ -104,6 +104,9 @@ class Question:
     keys: Keys | None
     deadline_s: float
     is_connected: bool = False
+    answer: Future[bytes] = field(default_factory=Future)
+    task: asyncio.Task[None] | None = None
+    began_s: float = 0.0
 
     async def ask(self, context: zmq.asyncio.Context) -> bytes:
         """The answer. Raises HandshakeError naming the address, the reason and the remedy."""
@@ -237,17 +240,6 @@ def _read_event(event: Any, miss: Miss) -> Miss:
             # The question is lost with its connection.
             return "lost"
     return miss
-
-
-def ask_and_wait(address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None) -> bytes:
-    """The answer to a question. Raises HandshakeError after `timeout_s` or before."""
-    question = Question(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
-
-    async def ask() -> bytes:
-        with zmq.asyncio.Context() as context:
-            return await question.ask(context)
-
-    return asyncio.run(ask())
 
 
 async def look_up(address: Address) -> Address:

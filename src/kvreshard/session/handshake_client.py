@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
@@ -27,7 +26,7 @@ import zmq.asyncio
 from kvreshard.model.errors import WireError
 from kvreshard.session import nixl_connector
 from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, decode_engine_metadata
-from kvreshard.session.exchange import Question, ask_and_wait
+from kvreshard.session.exchange import Question
 from kvreshard.session.handshake_messages import (
     MAX_MESSAGE_BYTES,
     Address,
@@ -43,26 +42,17 @@ TURN_S, AGAIN_S = 0.25, 2.0
 CLOSE_S = 0.1
 
 
-@dataclass(slots=True, eq=False)
-class _Pending(Question):
-    """A question and the future of its answer. `task`: asks it at present, since `began_s`."""
-
-    answer: Future[bytes] = field(default_factory=Future)
-    task: asyncio.Task[None] | None = None
-    began_s: float = 0.0
-
-
 class HandshakeClient:
     """The questions of one rank. `ask` and `close` may be called from any thread; the rest runs on the client's own."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
         self._max_at_once = max_at_once
         # Of each address the questions that wait, oldest first.
-        self._waiting: dict[Address, deque[_Pending]] = {}
+        self._waiting: dict[Address, deque[Question]] = {}
         # Addresses of those that are not being asked. The last is the next.
         self._next: OrderedDict[Address, None] = OrderedDict()
         # In the order in which they were begun.
-        self._asking: dict[Address, _Pending] = {}
+        self._asking: dict[Address, Question] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,7 +65,7 @@ class HandshakeClient:
         """The listener's answer of at most `max_bytes` bytes. The future raises HandshakeError after `timeout_s`; where it
         waits for its turn then, when that comes.
         """
-        pending = _Pending(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
+        pending = Question(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
         with self._lock:
             if self._is_closed:
                 pending.answer.cancel()
@@ -122,7 +112,7 @@ class HandshakeClient:
             self._context.destroy(linger=0)
             loop.close()
 
-    def _add(self, pending: _Pending) -> None:
+    def _add(self, pending: Question) -> None:
         address = pending.address
         self._waiting.setdefault(address, deque()).append(pending)
         if address not in self._asking:
@@ -150,7 +140,7 @@ class HandshakeClient:
             pending.began_s = now_s
             pending.task = asyncio.get_running_loop().create_task(self._ask(pending))
 
-    async def _ask(self, pending: _Pending) -> None:
+    async def _ask(self, pending: Question) -> None:
         outcome: bytes | Exception
         try:
             outcome = await pending.ask(self._context)
@@ -165,13 +155,13 @@ class HandshakeClient:
                 pending.answer.set_result(outcome)
         self._begin()
 
-    def _drop(self, pending: _Pending) -> None:
+    def _drop(self, pending: Question) -> None:
         """Stop a question that was cancelled."""
         if self._asking.get(pending.address) is pending:
             self._leave(pending)
             self._begin()
 
-    def _newest(self) -> _Pending | None:
+    def _newest(self) -> Question | None:
         """The question that is asked next; those that were cancelled are dropped."""
         while self._next:
             address = next(reversed(self._next))
@@ -183,19 +173,19 @@ class HandshakeClient:
             del self._next[address], self._waiting[address]
         return None
 
-    def _oldest(self) -> _Pending:
+    def _oldest(self) -> Question:
         """The question that has been asked longest, of those without a connection if there is one."""
         asking = self._asking.values()
         return next((one for one in asking if not one.is_connected), None) or next(iter(asking))
 
-    def _give_way(self, pending: _Pending) -> None:
+    def _give_way(self, pending: Question) -> None:
         """End an attempt; its question is asked anew when no newer one waits."""
         address = pending.address
         self._waiting.setdefault(address, deque()).appendleft(pending)
         self._leave(pending)
         self._next.move_to_end(address, last=False)
 
-    def _leave(self, pending: _Pending) -> None:
+    def _leave(self, pending: Question) -> None:
         """Its address is not asked any more; the next question for it may be."""
         address = pending.address
         if pending.task is not None:
@@ -224,7 +214,7 @@ def fetch_engine_metadata(
     address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None
 ) -> EngineMetadata:
     """The engine metadata of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    reply = ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
+    reply = _ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
     return read_engine_metadata(address, reply)
 
 
@@ -232,4 +222,9 @@ def send_outcome(
     address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
 ) -> None:
     """Report to the other side how the comparison went. Raises HandshakeError if that is not possible."""
-    ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)
+    _ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)
+
+
+def _ask_and_wait(address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None) -> bytes:
+    with contextlib.closing(HandshakeClient()) as client:
+        return client.ask(address, message, timeout_s, max_bytes, keys).result()
