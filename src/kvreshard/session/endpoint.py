@@ -51,7 +51,7 @@ from kvreshard.session.progress import Computed, ProgressBoard
 from kvreshard.session.pull import Moved
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
-from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
+from kvreshard.transport.base import MemoryRegion, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
 
@@ -104,11 +104,9 @@ class Endpoint:
         self._collected_s = clock()
         self._early = EarlyLoads(self._scratch, self._results, options, self.wake, follower)
         self._is_attentive = self._has_published = False
-        self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
             f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._clock, session_is_stuck
         )
-        self._is_session_stuck = False
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -152,11 +150,7 @@ class Endpoint:
         stuck = self._watchdog.stuck()
         if stuck is not None:  # say in a copy on a hung device: loads end in time all the same
             self._results.give_up(Failure("fault", stuck.text, is_quarantined=True))
-            if not self._is_session_stuck:
-                self._results.note_stuck(stuck.call)
-        elif self._is_session_stuck:
-            self._results.note_returned()
-        self._is_session_stuck = stuck is not None
+        self._results.note_stuck("session", stuck)
         if self._stopping:  # an engine that could not be put to sleep goes on, without this rank's session
             self._results.give_up(self._ended())
         return self._results.take(patience_s)
@@ -189,9 +183,8 @@ class Endpoint:
         self._results.free(self._own.book.take_finished())
         self._results.give_up(Failure("cancelled", "the engine is put to sleep"))
         self._results.note_peers(0)
-        for _ in range(self._is_session_stuck + (self._stuck is not None)):
-            self._results.note_returned()
-        self._is_session_stuck, self._stuck = False, None
+        for thread in ("session", "transport"):
+            self._results.note_stuck(thread, None)
         return self._results.take(0.0)
 
     def _ended(self, *, is_quarantined: bool = False) -> Failure:
@@ -293,7 +286,7 @@ class Endpoint:
             self._remote_leases.stop_renewing(load.request)
             observer.noted("refused", load.refusal.text)
             self._results.end(load.request, load.refusal)
-            self._record_failure(observer, load, None, load.refusal)
+            self._record_failure(me, observer, load, None, load.refusal)
             return
         job = self._job(me, EarlyJob if load.transfer_id else Job, load, observer, now_s)
         self._remote_leases.begin(load)
@@ -327,13 +320,9 @@ class Endpoint:
     def _check_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not return keeps everything pending: stop all loads."""
         stuck = self._transport.stuck()
+        self._results.note_stuck("transport", stuck)
         if stuck is not None:
-            if self._stuck is None:
-                self._results.note_stuck(stuck.call)
             self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
-        elif self._stuck is not None:
-            self._results.note_returned()
-        self._stuck = stuck
 
     def _advance_jobs(self, now_s: float) -> None:
         ended, settled = self._jobs.advance(now_s)
@@ -369,7 +358,7 @@ class Endpoint:
         kept_as = job.first_lease if is_good and not load.gives_back else None
         self._remote_leases.end(me, load, peer, is_good=is_good, kept_as=kept_as)
         if isinstance(outcome, Failure):
-            self._record_failure(job.observer, job.known_load, peer, outcome)
+            self._record_failure(me, job.observer, job.known_load, peer, outcome)
             self._doubt(peer, outcome)
         job.observer.ended(outcome)
 
@@ -380,11 +369,10 @@ class Endpoint:
         elif peer is not None and failure.kind == "timeout":
             self._peers.check(self._introduced(), peer)
 
-    def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
-        if self._me is None:
-            return
-        engine_metadata = peer.engine_metadata if peer is not None else self._me.refused.get(load.remote)
-        observer.failed(load, failure, self._me.engine_metadata, engine_metadata, is_routed=peer is not None)
+    @staticmethod
+    def _record_failure(me: LocalRank, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
+        engine_metadata = peer.engine_metadata if peer is not None else me.refused.get(load.remote)
+        observer.failed(load, failure, me.engine_metadata, engine_metadata, is_routed=peer is not None)
 
     def _renew(self, now_s: float) -> float:
         """Renew the leases that are wanted; seconds until the next renewal."""

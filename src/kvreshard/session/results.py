@@ -14,6 +14,7 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.session.commands import CheckResult, Failure, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
+from kvreshard.transport.base import StuckCall
 
 
 class ResultQueue:
@@ -26,6 +27,7 @@ class ResultQueue:
         self._lost: Counter[str] = Counter()
         self._ended = threading.Condition()
         self._num_peers = 0
+        self._stuck: set[str] = set()
 
     def expect(self, request: str) -> None:
         """A load has been submitted. Raises KvReshardError while another of the same request is under way: results are told apart by request."""
@@ -67,16 +69,16 @@ class ResultQueue:
         with self._ended:
             self._results.settled.add(request)
 
-    def note_stuck(self, call: str) -> None:
-        """A call does not return."""
+    def note_stuck(self, thread: str, stuck: StuckCall | None) -> None:
+        """What the watchdog of a thread sees: a call that does not return, or none."""
         with self._ended:
-            self._results.stuck.append(call)
-            self._results.stuck_change += 1
-
-    def note_returned(self) -> None:
-        """A call that did not return has returned."""
-        with self._ended:
-            self._results.stuck_change -= 1
+            if stuck is not None and thread not in self._stuck:
+                self._stuck.add(thread)
+                self._results.stuck.append(stuck.call)
+                self._results.stuck_change += 1
+            elif stuck is None and thread in self._stuck:
+                self._stuck.remove(thread)
+                self._results.stuck_change -= 1
 
     def note_peers(self, num_peers: int) -> None:
         """So many engines are met now."""
