@@ -197,7 +197,12 @@ def run_batches(
             post(number)
         meanwhile()
         for number in range(len(batches)):
-            yield from _permute_when_read(mover, *under_way.popleft())
+            batch, address, transfer = under_way.popleft()
+            error = yield from settled(transfer)
+            if error is not None:
+                raise error
+            for move in batch.moves:
+                mover.memory.move(address, move)
             post(number + NUM_HALVES)
     except Exception:
         for _, _, transfer in under_way:
@@ -214,17 +219,6 @@ def _give_when_settled(staging: Staging, reads: Iterable[Transfer]) -> None:
         staging.give()
     else:
         pending.add_done_callback(lambda _: _give_when_settled(staging, reads))
-
-
-def _permute_when_read(
-    mover: Mover, batch: Batch, address: int, transfer: Transfer
-) -> Generator[Transfer | None, None, None]:
-    """Raises the transfer's error, or the driver's when it gave up waiting."""
-    error = yield from settled(transfer)
-    if error is not None:
-        raise error
-    for move in batch.moves:
-        mover.memory.move(address, move)
 
 
 def check_words(

@@ -216,7 +216,7 @@ class NixlTransport:
 
     def stuck(self) -> StuckCall | None:
         """See `Transport.stuck`."""
-        return None if self._closed else self._owner.stuck()
+        return None if self._closed else self._owner.watchdog.stuck()
 
     def close(self) -> None:
         """See `Transport.close`. Waits up to `Pace.close_s` for slices in flight."""

@@ -31,7 +31,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.model.logs import Repeats, fields, get_logger
-from kvreshard.transport.base import StuckCall, Transfer, TransportError
+from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.posting import Pace, Posting, SlicedTransfer, Windows
 from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.slices import SliceBudget
@@ -47,7 +47,7 @@ TEAR_DOWN_S = 0.2
 
 
 class Owner:
-    """The thread. `make_agent` runs on it. `on_notification(agent name, payload)` is called on it.
+    """The thread. `make_agent` runs on it. `on_notification(agent name, payload)` is called on it. `watchdog`: of its calls into the library.
 
     Raises:
         TransportError: the agent could not be made.
@@ -76,8 +76,8 @@ class Owner:
         self._budget = SliceBudget(pace.post_s)
         self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
         self._posting = Posting(self._windows)
-        self._watchdog = Watchdog(name, pace.call_s, clock)
-        self._work = WorkQueue(name, self._watchdog)
+        self.watchdog = Watchdog(name, pace.call_s, clock)
+        self._work = WorkQueue(name, self.watchdog)
         self._last_event_s = clock()
         self._repeats = Repeats(logger, clock)
         self._stopping_s: float | None = None
@@ -98,10 +98,6 @@ class Owner:
         if threading.current_thread() is self._thread:
             return function(self._agent)
         return self._work.call(lambda: function(self._agent), undo)
-
-    def stuck(self) -> StuckCall | None:
-        """The call into the library that does not come back within its bound. For any thread."""
-        return self._watchdog.stuck()
 
     def attend(self, attentive: bool) -> None:
         """Set the pace between events. To be told that peers will come is an event: it ends a rest, and the pace stays fast for
@@ -201,7 +197,7 @@ class Owner:
 
     def _run(self, make_agent: Callable[[], Agent], born: Future[None]) -> None:
         try:
-            self._agent = watched(make_agent(), self._watchdog)
+            self._agent = watched(make_agent(), self.watchdog)
         except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
             self._work.shut()
             born.set_exception(error)

@@ -408,14 +408,14 @@ def test_a_call_that_does_not_come_back_is_told_to_whoever_waits(caplog: pytest.
         return now_s[0]
 
     owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, clock)
-    assert owner.stuck() is None
+    assert owner.watchdog.stuck() is None
     owner.send("bob", b"word")
     assert agent.is_inside.wait(60.0)
-    assert owner.stuck() is None
+    assert owner.watchdog.stuck() is None
     for _ in range(int(PACE.call_s / MAX_GAP_S) + 1):
         now_s[0] += 100.0  # a process that was stopped has not waited
-        owner.stuck()
-    stuck = owner.stuck()
+        owner.watchdog.stuck()
+    stuck = owner.watchdog.stuck()
     assert stuck is not None
     assert (stuck.call, "'send' within 10 s" in stuck.text) == ("send", True)
     with pytest.raises(TransportError, match=r"'send' within 10 s.*restart this engine"):
@@ -427,7 +427,7 @@ def test_a_call_that_does_not_come_back_is_told_to_whoever_waits(caplog: pytest.
     lines = [record.getMessage() for record in caplog.records if "has not come back" in record.getMessage()]
     assert len(lines) == 1
     agent.gate.set()
-    until(lambda: owner.stuck() is None and bool(agent.called("remove")))
+    until(lambda: owner.watchdog.stuck() is None and bool(agent.called("remove")))
     assert owner.call(lambda agent: agent.metadata()) == b"fake"
     assert "'send' has come back after all" in caplog.text
     owner.stop()
