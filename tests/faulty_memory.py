@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvreshard.plan.copies import CopyList
-from kvreshard.transport.base import Transfer, TransportError
+from kvreshard.transport.base import Transfer, TransportError, closed_while_pending
 from kvreshard.transport.memory import Fabric, MemoryTransport
-from kvreshard.transport.refusals import closed_while_pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,6 @@ class EarlyLoads:
         self._readers: dict[Peer, ProgressReader] = {}
         self._follower = follower
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def add(self, job: EarlyJob, me: LocalRank) -> None:
         """A load begins."""
         if self._follower is None:

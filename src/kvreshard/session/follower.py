@@ -48,15 +48,8 @@ class _Source:
 class Follower:
     """Of one rank, or of the engine's scheduler. Used from one thread, but for `wake`, which is called on others when there is something to take."""
 
-    def __init__(
-        self,
-        engine: str,
-        rank: int,
-        keys: Keys | None,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engine, self._rank, self._keys, self._wake, self._clock = engine, rank, keys, wake, clock
+    def __init__(self, engine: str, rank: int, keys: Keys | None, wake: Callable[[], None]) -> None:
+        self._engine, self._rank, self._keys, self._wake = engine, rank, keys, wake
         self._sources: dict[Address, _Source] = {}
         self._of_name: dict[str, Address] = {}
         self._replies: queue.SimpleQueue[tuple[Address, Future[bytes]]] = queue.SimpleQueue()
@@ -101,7 +94,7 @@ class Follower:
 
     def ask(self) -> float:
         """Send the questions that are due; seconds until the next is."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         for address, source in list(self._sources.items()):
             if now_s < source.not_before_s:  # kept meanwhile, so that whoever follows it again waits as well
                 continue
@@ -119,7 +112,7 @@ class Follower:
     def _ask(self, address: Address, source: _Source) -> None:
         if source.reply is not None:
             source.reply.cancel()
-        source.has_changed, source.not_before_s = False, self._clock() + PAUSE_S
+        source.has_changed, source.not_before_s = False, time.monotonic() + PAUSE_S
         source.asked = tuple(islice(source.wanted.items(), MAX_TRANSFERS))
         if len(source.wanted) > MAX_TRANSFERS:
             for name, known in source.asked:
@@ -145,6 +138,6 @@ class Follower:
         try:
             answers = read_reply(reply.result())
         except HandshakeError as error:
-            source.not_before_s = self._clock() + RETRY_S
+            source.not_before_s = time.monotonic() + RETRY_S
             return [(name, error) for _, name in asked]
         return [(name, answers[place]) for place, name in asked if place in answers]

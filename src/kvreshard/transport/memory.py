@@ -24,9 +24,11 @@ from kvreshard.transport.base import (
     StuckCall,
     Transfer,
     TransportError,
+    check_new_peers,
     check_payload,
+    closed_transport,
+    unknown_peer,
 )
-from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import check_pages, make_rows
 

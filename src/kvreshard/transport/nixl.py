@@ -44,12 +44,14 @@ from kvreshard.transport.base import (
     StuckCall,
     Transfer,
     TransportError,
+    check_new_peers,
     check_payload,
+    closed_transport,
+    unknown_peer,
 )
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.posting import SlicedTransfer
-from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import Cursor, RowSet, check_pages, is_indexed, listed_rows, make_rows
 

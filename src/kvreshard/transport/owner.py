@@ -31,9 +31,8 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.model.logs import Repeats, fields, get_logger
-from kvreshard.transport.base import Transfer, TransportError
+from kvreshard.transport.base import Transfer, TransportError, cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.posting import Pace, Posting, SlicedTransfer, Windows
-from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.watchdog import SLOW_FACTOR, Agent, Watchdog, watched
 from kvreshard.transport.work_queue import WorkQueue

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from kvreshard.transport.base import TransportError
-from kvreshard.transport.refusals import closed_transport
+from kvreshard.transport.base import TransportError, closed_transport
 from kvreshard.transport.watchdog import Watchdog
 
 T = TypeVar("T")
