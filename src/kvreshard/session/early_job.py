@@ -39,7 +39,6 @@ from kvreshard.session.commands import Failure, Load
 from kvreshard.session.handshake_messages import HandshakeError, Known
 from kvreshard.session.job import Job
 from kvreshard.session.lease import Lease
-from kvreshard.session.observer import Landing
 from kvreshard.session.parts import Part
 from kvreshard.session.peer import Peer
 from kvreshard.session.progress import Progress
@@ -250,9 +249,8 @@ class EarlyJob(Job):
                 return
         self._next_life, self._life.is_over = _Life(statement.lease, tables, statement.is_complete), True
 
-    def _load_steps(self) -> Steps:
-        self.peer = peer = self.handshake.result()
-        self.state = "following"
+    def _read(self, peer: Peer) -> Steps:
+        self.state = "waiting for its prefill to go on"
         self.observer.noted("met", f"follows ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
         self._check_seal(peer)
         intervals = self.load.transfer.intervals
@@ -260,10 +258,7 @@ class EarlyJob(Job):
         cursors = _Cursors(wanted, intervals, peer.layout)
         self._has_rest = any(intervals.get(transfer.dst_group.name) for transfer in peer.parts.rest.transfers)
         yield from self._read_early(peer, cursors)
-        moved = yield from self._read_rest(peer)
-        self.state = "checking"
-        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
-        return moved
+        return (yield from self._read_rest(peer))
 
     def _read_early(self, peer: Peer, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Read the parts as they become final, until all of them are read and the prefill is complete."""
@@ -358,7 +353,7 @@ class EarlyJob(Job):
     def _read_rest(self, peer: Peer) -> Steps:
         """Read what is read at the end, zero, and read the lease words."""
         clock, note = peer.mover.clock, self.observer.noted
-        self.state = "transferring"
+        self.state = "reading"
         self.since_s = clock()
         started_s = self._life.final_s = self.since_s if self._life.final_s is None else self._life.final_s
         self.load = self.known_load
@@ -379,7 +374,7 @@ class EarlyJob(Job):
 
     def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
-        self.state = "following"
+        self.state = "waiting for its prefill to go on"
         self.observer.noted("begun again", "its prefill has lost its pages")
         while self._next_life is None:
             if self._life.is_complete:  # then there is no other life, whatever the listener still shows

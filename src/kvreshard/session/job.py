@@ -29,13 +29,9 @@ from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_w
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
-LoadState = Literal["handshake", "following", "transferring", "checking"]
-_WAITING_FOR: dict[LoadState, str] = {
-    "handshake": "meeting its source",
-    "following": "waiting for its prefill to go on",
-    "transferring": "reading",
-    "checking": "being compared with its source",
-}
+LoadState = Literal[
+    "meeting its source", "waiting for its prefill to go on", "reading", "being compared with its source"
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +53,7 @@ class Job:
     on_event: Callable[[Job], None]
     take_scratch: Callable[[int], int | None]
     observer: LoadObserver
-    state: LoadState = "handshake"
+    state: LoadState = "meeting its source"
     peer: Peer | None = None
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
@@ -122,7 +118,7 @@ class Job:
         if self.outcome is not None:
             return
         if self._stopped is None and now_s >= self.deadline_s:
-            text = f"{self.overdue} {self.options.load_timeout_s:g} s; it was {_WAITING_FOR[self.state]}: is the source alive and reachable?"
+            text = f"{self.overdue} {self.options.load_timeout_s:g} s; it was {self.state}: is the source alive and reachable?"
             self.stop(Failure("timeout", text), now_s)
         try:
             if self._stopped is not None:
@@ -153,7 +149,14 @@ class Job:
         resumed when something happens.
         """
         self.peer = peer = self.handshake.result()
-        self.state = "transferring"
+        self.state = "reading"
+        moved = yield from self._read(peer)
+        self.state = "being compared with its source"
+        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
+        return moved
+
+    def _read(self, peer: Peer) -> Steps:
+        """Read everything, and see that the lease held."""
         note = self.observer.noted
         note("met", f"reads from ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
         self._check_seal(peer)
@@ -162,8 +165,6 @@ class Job:
             peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note_posted, note
         )
         note("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
-        self.state = "checking"
-        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
         return moved
 
     def _find_proof(self, peer: Peer) -> Generator[Transfer | float | None, None, LeaseProof]:
@@ -213,9 +214,7 @@ class LeaseCheck(Job):
     __slots__ = ()
     is_awaited = False
 
-    def _load_steps(self) -> Steps:
-        self.peer = peer = self.handshake.result()
-        self.state = "transferring"
+    def _read(self, peer: Peer) -> Steps:
         proof = yield from self._find_proof(peer)
         error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
         if error is not None:

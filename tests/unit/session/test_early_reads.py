@@ -124,12 +124,12 @@ def test_a_life_that_ends_at_the_very_end_is_noticed(followed: Followed) -> None
     followed.world.faults[-1] = Fault(delay_steps=2)
     (job,) = followed.world.dst.endpoints[0]._jobs
     for _ in range(200):
-        if job.state == "transferring":  # its words are being read, and nothing else
+        if job.state == "reading":  # its words are being read, and nothing else
             break
         followed.world.clock.now_s += 0.03
         followed.world.fabric.step(1)
         followed.world.turn(1)
-    assert job.state == "transferring"
+    assert job.state == "reading"
     followed.prefill.take_back()
     followed.world.faults[-1] = Fault()
     followed.go(6)
