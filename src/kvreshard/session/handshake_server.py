@@ -23,6 +23,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -80,21 +81,6 @@ class _Held:
     sender: bytes
     transfers: tuple[Known, ...]
     until_s: float
-
-
-class _KeyPolicy:
-    """Which public keys are let in, in the form of pyzmq's authenticator. Runs on its thread."""
-
-    def __init__(self, trusted: frozenset[bytes], complain: Callable[[str], None]) -> None:
-        self._trusted, self._complain = trusted, complain
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        if key in self._trusted:
-            return True
-        self._complain(
-            f"a peer with the unknown public key {key.decode()} was refused; to let it in, put its .key file into curve_public_keys_dir"
-        )
-        return False
 
 
 class HandshakeServer:
@@ -291,9 +277,19 @@ class HandshakeServer:
 
 
 def _authenticate(context: zmq.Context[Any], keys: Keys, complain: Callable[[str], None]) -> ThreadAuthenticator:
+    """Let in peers with trusted public keys only. `complain` is called on the authenticator's thread."""
+
+    def is_trusted(domain: str, key: bytes) -> bool:
+        if key in keys.trusted:
+            return True
+        complain(
+            f"a peer with the unknown public key {key.decode()} was refused; to let it in, put its .key file into curve_public_keys_dir"
+        )
+        return False
+
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(DOMAIN, _KeyPolicy(frozenset(keys.trusted), complain))
+    authenticator.configure_curve_callback(DOMAIN, SimpleNamespace(callback=is_trusted))
     return authenticator
 
 
