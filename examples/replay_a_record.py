@@ -1,6 +1,7 @@
 """Write the record of a load that failed, read it back, and do the load again without its engines.
 
 An engine does the first part by itself (`flight_recorder_dir`); `kvreshard replay FILE` does the second.
+It uses modules that are not public and may change in any release: a program that needs records runs the command with `--json`.
 """
 
 import time

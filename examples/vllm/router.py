@@ -310,5 +310,11 @@ if __name__ == "__main__":
         parser.error("with --early give one --side-channel for each --prefill, without it none")
     if not all(re.fullmatch(r".+:\d{1,5}", place) for place in chosen.side_channel):
         parser.error("--side-channel is HOST:PORT, for example 10.0.0.1:5600")
+    for address in (*chosen.prefill, *chosen.decode):
+        if not re.fullmatch(r"https?://[^/]+/?", address):
+            parser.error(f"{address}: give the URL of an engine, for example http://10.0.0.1:8000")
+    if not 0 < chosen.port < 65536:
+        parser.error(f"--port {chosen.port}: must be from 1 to 65535")
+    print(f"listening at http://{chosen.host}:{chosen.port}", flush=True)
     app = make_app(chosen.prefill, chosen.decode, chosen.side_channel)
     uvicorn.run(app, host=chosen.host, port=chosen.port, log_level="warning")

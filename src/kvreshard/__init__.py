@@ -1,6 +1,6 @@
 """Move a request's KV cache from one inference engine to another, whatever the two layouts are.
 
-The names of this module are the public API, and stable: one that changes or goes is first deprecated for a release. So are the connectors
+The names of this module are the public API. From the first release on, one that changes or goes is first deprecated for a release. So are the connectors
 that vLLM loads from `kvreshard.vllm` with their options, the commands with their options and exit codes, and for whoever writes a transport
 `kvreshard.testing.contract` and `kvreshard.testing.ranks`. Everything else, in whatever module, is private and may change in any release.
 Names are loaded when they are first used.

@@ -64,6 +64,7 @@ TABLES = {"latent": kv.PageTable([1], num_tokens=3)}
 REQUEST = kv.Request(TABLES, TABLES, {"latent": [(0, 3)]}, {"latent": np.array([1])})
 
 ROUTE = kv.compile_routes(LAYOUT, LAYOUT)[0]
+MOVER = kv.Mover(kv.MemoryTransport(kv.Fabric()), kv.HostMemory(), {})
 OTHER = kv.describe(kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1"), "other", num_pages=4)
 
 
@@ -106,11 +107,32 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.explain([LAYOUT]), "a route is of type EngineLayout, and must be Route"),
     (lambda: kv.compile_routes(LAYOUT, LAYOUT, cost=3), "cost is of type int, and must be CostModel"),
     (lambda: kv.relocate(LAYOUT, {0: dict.fromkeys(LAYOUT.ranks[0].template.regions, "1")}), "of rank 0 is '1', and must be a whole number"),
-    (lambda: kv.pull(kv.Mover(None, None, {}), [ROUTE], REQUEST, LAYOUT), "a route is of type list, and must be Route"),
-    (lambda: kv.pull(kv.Mover(None, None, {}), ROUTE, REQUEST, LAYOUT, b"done"), "rank 0 reports to source rank 0, which is not among the peers"),
-    (lambda: kv.push(kv.Mover(None, None, {}), ROUTE, REQUEST, 0), "routes is of type Route, and must be Iterable"),
-    (lambda: kv.push(kv.Mover(None, None, {}), [ROUTE], REQUEST, 99), "99 is no source rank of these routes, whose source ranks are 0"),
-    (lambda: kv.pull(kv.Mover(None, None, {}), ROUTE, REQUEST, OTHER), "the route ends at engine 'engine', and the layout is that of engine 'other'"),
+    (lambda: kv.pull(MOVER, [ROUTE], REQUEST, LAYOUT), "a route is of type list, and must be Route"),
+    (lambda: kv.pull(MOVER, ROUTE, REQUEST, LAYOUT, b"done"), "rank 0 reports to source rank 0, which is not among the peers"),
+    (lambda: kv.push(MOVER, ROUTE, REQUEST, 0), "routes is of type Route, and must be Iterable"),
+    (lambda: kv.push(MOVER, [ROUTE], REQUEST, 99), "99 is no source rank of these routes, whose source ranks are 0"),
+    (lambda: kv.pull(MOVER, ROUTE, REQUEST, OTHER), "the route ends at engine 'engine', and the layout is that of engine 'other'"),
+    (lambda: kv.pull(MOVER, ROUTE, REQUEST, LAYOUT, "done"), "a report is of type str, and must be bytes"),
+    (lambda: kv.compile_routes(LAYOUT, LAYOUT, 0), "the ranks is of type int, and must be Iterable"),
+    (lambda: kv.relocate(LAYOUT, [1]), "the addresses is of type list, and must be Mapping"),
+    (lambda: kv.relocate(LAYOUT, {0: [1]}), "the addresses of rank 0 is of type list"),
+    (lambda: kv.MemoryRegion(np.zeros(4), 4), "the address of a region is array"),
+    (lambda: kv.MemoryRegion(4, 4, 0), "the device of a region is of type int"),
+    (lambda: kv.MemoryTransport("x"), "the fabric of a memory transport is of type str"),
+    (lambda: MOVER.transport.add_peer("z", "junk"), "a peer's metadata is of type str"),
+    (lambda: MOVER.transport.register(kv.MemoryRegion(4, 4)), "regions to register is of type MemoryRegion"),
+    (lambda: MOVER.transport.register([4]), "a region is of type int"),
+    (lambda: kv.digest_transfers(ROUTE, "src", REQUEST, kv.HostMemory(), b"k"), "the transfers is of type Route"),
+    (lambda: kv.compare(None, {}), "the digests of a side is of type NoneType"),
+    (lambda: kv.find_unwritten(LAYOUT, 0, REQUEST, None), "the copies is of type NoneType"),
+    (lambda: kv.find_unwritten(LAYOUT, 0, {}, []), "a request is of type dict"),
+    (lambda: kv.oracle_transfer(LAYOUT, LAYOUT, {}, {}, REQUEST), "the source's memory lacks region"),
+    (lambda: kv.oracle_transfer(LAYOUT, LAYOUT, None, {}, REQUEST), "the source's memory is of type NoneType"),
+    (lambda: list(kv.check_route(None, LAYOUT)), "a layout is of type NoneType"),
+    (lambda: list(kv.check_host("5600", False)), "port is '5600', and must be a whole number"),
+    (lambda: list(kv.check_host(-1, False)), "port is -1, and must be from 1 to 65535"),
+    (lambda: kv.Mover(kv.HostMemory(), MOVER.transport, {}), "the transport of a mover is of type HostMemory; write Mover("),
+    (lambda: kv.Mover(MOVER.transport, kv.HostMemory(), []), "the peers of a mover is of type list"),
 ]  # fmt: skip
 
 

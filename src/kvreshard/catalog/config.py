@@ -34,6 +34,9 @@ SPEAKING = "thinker_config"
 # Types whose language model is an object inside another.
 INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
 # Files of these keep the fields of the language model beside those of the encoder, and transformers makes its text configuration of them.
+NO_TEXT = {
+    "model_type": "give a text; is this the config.json of a model? A layout file goes to `kvreshard plan` without --model"
+}
 FLAT: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -154,7 +157,9 @@ class Config:
     def text(self, name: str) -> str:
         value = self.fields.get(name)
         if not isinstance(value, str) or not value:
-            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "give a text")
+            raise self.error(
+                name, "is missing" if value is None else f"is {_shown(value)}", NO_TEXT.get(name, "give a text")
+            )
         return value
 
     def entries(self, name: str, length: int, allowed: Mapping[str, str]) -> tuple[str, ...]:

@@ -134,7 +134,9 @@ def _caches(family: Family, config: Config, name: str, index: int, words: str) -
 
 
 def _doubts(family: Family, config: Config) -> Iterator[str]:
-    """Architectures of another type than `model_type`, unless both types have the same rules."""
+    """A type that is not known, and architectures of another type than `model_type`, unless both types have the same rules."""
+    if config.model_type not in FAMILIES:
+        yield f"model type '{escaped(config.model_type, 60)}' is not known, and was read as plain attention; {TYPES_REMEDY}"
     around = config.fields if config.outer is None else config.outer
     listed = around.get("architectures")
     own = {_bare(str(kind)) for fields in (config.fields, around) if (kind := fields.get("model_type"))}

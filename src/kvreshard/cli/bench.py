@@ -46,8 +46,9 @@ def bench(
     path = constants or default_path(os.environ)
     host = host_description(device)
     # A file given by option must have constants of this host; the one in the cache may not have them yet.
-    read = load_constants if constants is None or calibrate_now else require_constants
-    model, source = read(path, host), "measured"
+    is_optional = constants is None or calibrate_now
+    model = load_constants(path, host) if is_optional else require_constants(path, host, device)
+    source = "measured"
     if calibrate_now:
         with ProcessRanks(2, MEMORY_BYTES, devices=[device] * 2) as ranks:
             ranks.connect_all()
@@ -59,7 +60,11 @@ def bench(
         write_json({"host": host, "file": str(path), "source": source, "constants": asdict(model)})
         return
     option = "" if device == "cpu" else f" --device {device}"
-    where = f"kept in {path}" if source == "measured" else f"not measured here: kvreshard bench --calibrate{option}"
+    where = (
+        f"kept in {path}; used where it is named: --cost-model {path}"
+        if source == "measured"
+        else f"not measured here: kvreshard bench --calibrate{option}"
+    )
     columns = (Column("what"), number_column("cost"))
     show_table(Console(), f"constants ({source}; {where})", columns, _rows(model))
 

@@ -42,6 +42,8 @@ from kvreshard.cli.inputs import (
 )
 from kvreshard.cli.output import bytes_text, show_line, show_table, write_json
 from kvreshard.model import EngineLayout, KvReshardError, WireError
+from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect, expect_whole
 from kvreshard.model.text import counted
 from kvreshard.plan import Route, compile_routes
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
@@ -117,13 +119,13 @@ def read_key_options(key: Path | None, trusted: Path | None) -> Keys | None:
 
 
 def parse_peer(text: str, keys: Keys | None = None) -> Peer:
-    """`HOST:PORT`, an IPv6 host in brackets. Raises InputError.
+    """`HOST:PORT`, an IPv6 host in brackets, as messages show it or without `tcp://`. Raises InputError.
 
     >>> parse_peer("10.0.0.1:5600").port, parse_peer("[::1]:5600").host
     (5600, '::1')
     """
-    name, _, port = text.rpartition(":")
-    if not name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    name, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not name or "/" in name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise InputError(f"--peer '{text}': give HOST:PORT, as in 10.0.0.1:5600")
     return Peer(name.removeprefix("[").removesuffix("]"), int(port), keys)
 
@@ -159,7 +161,11 @@ def read_side(
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
-    """The lines of this machine."""
+    """The lines of this machine. `port`: that must be free, None for none. Raises UsageError where it is no port."""
+    if port is not None:
+        expect_whole(port, "port")
+        if not 0 < port < 65536:
+            raise UsageError(f"port is {port}, and must be from 1 to 65535")
     quick: dict[str, Check] = {
         "python": host.check_python,
         "locked memory": host.check_memlock,
@@ -251,7 +257,9 @@ def check_side(mine: EngineLayout, theirs: EngineLayout, is_prefill: bool) -> It
 
 
 def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
-    """Whether every rank of `dst` can read all it needs from `src`."""
+    """Whether every rank of `dst` can read all it needs from `src`. Raises UsageError for something else than layouts."""
+    for layout in (src, dst):
+        expect(layout, EngineLayout, "a layout", "what `kvreshard.describe` or `kvreshard.decode_layout` returns")
     what = f"route {src.engine} -> {dst.engine}"
     try:
         routes = compile_routes(src, dst)

@@ -238,7 +238,7 @@ def check_clock() -> Iterator[Line]:
 def check_nixl() -> Iterator[Line]:
     """Whether NIXL is installed, and which plugins it finds."""
     if importlib.util.find_spec("nixl") is None:
-        remedy = "pip install kvreshard[nixl], or without torch: pip install --no-deps -r requirements-nixl.txt"
+        remedy = "pip install nixl pyzmq, or without torch: pip install --no-deps -r requirements-nixl.txt"
         yield Line("nixl", "error", "not installed: plans can be made here, and nothing moved", remedy)
         return
     yield Line("nixl", "ok", f"version {find_version('nixl', 'nixl-cu12', 'nixl-cu13') or 'unknown'}")

@@ -75,6 +75,9 @@ class InputError(KvReshardError):
     """Options that do not go together, or a file that cannot be read or written."""
 
 
+UNNAMED_MODELS = "layout files name no model: whether both engines run the same one is not checked"
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """An engine's layout. `warnings`: why vLLM would not run it as written, and what is assumed. `notes`: surprising effects of the options.
@@ -132,7 +135,7 @@ def check_device(device: str) -> None:
 def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
     """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError."""
     check_device(device)
-    return usual_cost(device) if path is None else require_constants(path, host_description(device))
+    return usual_cost(device) if path is None else require_constants(path, host_description(device), device)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -239,6 +242,8 @@ def read_pair(
         _read_side(read_model, side, engine, file, pages, num_tokens)
         for side, engine, file in zip(SIDES, engines, files, strict=True)
     ]
+    if may_lack and files[1] is None:
+        raise InputError("--incomplete is about a decode layout from a file, and the decode engine is none; drop it")
     lacking = _check_whole(decode.layout, may_lack) if files[1] is not None else ()
     title = " -> ".join(
         f"{side} {engine or file} ({counted(len(found.layout.ranks), 'rank')})"
@@ -249,7 +254,7 @@ def read_pair(
         decode.layout,
         f"{model}: {title}" if model else title,
         (*prefill.warnings, *decode.warnings, *lacking),
-        (*prefill.notes, *decode.notes),
+        (*prefill.notes, *decode.notes, *([UNNAMED_MODELS] if all(files) else ())),
     )
 
 

@@ -32,10 +32,8 @@ def keys(
         raise KvReshardError(
             "the directory is empty; name one, or . for the current one, and check whether a shell variable is unset"
         )
-    try:
-        from kvreshard.session.keys import write_keys
-    except ModuleNotFoundError as error:
-        raise KvReshardError(f"keys need pyzmq ({error}); pip install pyzmq") from error
+    from kvreshard.session.keys import write_keys
+
     public_file, secret_file = write_keys(Path(directory), name)
     if as_json:
         write_json({"public_key_file": str(public_file), "secret_key_file": str(secret_file)})

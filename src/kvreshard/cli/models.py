@@ -22,6 +22,7 @@ from kvreshard.catalog import describe as describe_engine
 from kvreshard.catalog.config import FLAT
 from kvreshard.catalog.entries import geometry
 from kvreshard.catalog.families import FAMILIES
+from kvreshard.catalog.layers import ModelLayer
 from kvreshard.catalog.spec import MAX_SHOWN
 from kvreshard.cli.inputs import AsJson, complete_model, judge, warn
 from kvreshard.cli.output import bytes_text, number, number_column, show_table, write_json
@@ -86,7 +87,10 @@ def read_model(name: str) -> dict[str, Any]:
             per_token += Fraction(num_bytes, field.sequence.tokens_per_index)
         else:
             in_windows += Fraction(num_bytes * window, field.sequence.tokens_per_index)
-    layers = Counter(f"{'draft ' if layer.optional else ''}{layer.family}" for layer in model.layers)
+    layers = Counter(f"{_role(layer)}{layer.family}" for layer in model.layers)
+    notes = [*(entry.notes if entry else ()), *([f"{ASSUMED}: {undecided}"] if undecided else ())]
+    if any(layer.predicts for layer in model.layers):
+        notes.append("sizes are without the MTP layers, which have caches in an engine with spec=1 or more")
     return {
         "id": name,
         "model": model.name if entry is None else entry.model,
@@ -98,7 +102,7 @@ def read_model(name: str) -> dict[str, Any]:
         "state_bytes_per_request": in_states,
         "sources": list(entry.sources) if entry else [],
         "unconfirmed": dict(entry.unconfirmed) if entry else {},
-        "notes": [*(entry.notes if entry else ()), *([f"{ASSUMED}: {undecided}"] if undecided else ())],
+        "notes": notes,
         "warnings": list(judge(model, spec, escaped(name, MAX_SHOWN))),
     }
 
@@ -115,7 +119,10 @@ def show_models(console: Console, documents: list[dict[str, Any]]) -> None:
         )
         for found in documents
     ]
-    notes = ("?: not all of its config.json could be confirmed. Details of a model: kvreshard models MODEL",)
+    notes = (
+        "?: not all of its config.json could be confirmed; (+ MTP): not in the sizes",
+        "Details of a model: kvreshard models MODEL",
+    )
     show_table(console, "", columns, cells, notes)
 
 
@@ -139,11 +146,16 @@ def _size(num_bytes: int) -> str:
     return bytes_text(num_bytes) if num_bytes else "-"
 
 
-def _shorten(layers: str) -> str:
-    """Caches per family without those of a draft.
+def _role(layer: ModelLayer) -> str:
+    """Before the family of a layer that is none of the decoder's: of its prediction layers, or of a draft model."""
+    return "MTP " if layer.predicts else "draft " if layer.optional else ""
 
-    >>> _shorten("25 window, 5 full, 1 draft full")
-    '25 window, 5 full + draft'
+
+def _shorten(layers: str) -> str:
+    """Caches per family without those of a draft. Prediction layers are not in the sizes beside it, a draft model is.
+
+    >>> _shorten("25 window, 5 full, 1 draft full"), _shorten("61 latent, 1 MTP latent")
+    ('25 window, 5 full + draft', '61 latent (+ MTP)')
     """
-    main = [count for count in layers.split(", ") if "draft " not in count]
-    return ", ".join(main) + (" + draft" if "draft " in layers else "")
+    main = [count for count in layers.split(", ") if "draft " not in count and "MTP " not in count]
+    return ", ".join(main) + (" + draft" if "draft " in layers else "") + (" (+ MTP)" if "MTP " in layers else "")

@@ -108,7 +108,7 @@ def plan(
     _check_options(copies, fills, in_words, page_file, tables, tokens, hit)
     if layouts and (len(layouts) != 2 or prefill_layout or decode_layout):
         raise InputError(
-            f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
+            f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them, or one with --prefill-layout or --decode-layout"
         )
     files = layouts or (prefill_layout, decode_layout)
     most = max(tokens or USUAL_TOKENS, LARGEST_TOKENS if page_file else 0)
@@ -175,7 +175,7 @@ def _check_options(
     if hit and (tokens is None or hit >= tokens):
         of = "no --tokens" if tokens is None else f"--tokens {tokens}"
         raise InputError(
-            f"--hit {hit} with {of}: of N tokens, the decode engine may have up to N - 1 already; give more --tokens"
+            f"--hit {hit} with {of}: of N tokens, the decode engine may have up to N - 1 already; give --tokens above {hit}"
         )
 
 
@@ -234,7 +234,8 @@ def _write_page(page_file: Path, pair: Pair, content: bytes, steps: list[Priced]
         about = {"output": str(page_file), "bytes": len(content), "title": pair.title}
         write_json({**about, "requests": [step.what for step in steps], "warnings": list(pair.warnings)})
     else:
-        sizes = " to ".join(step.what for step in (steps[0], *steps[1:][-1:]))
+        first, *last = [step.what for step in (steps[0], *steps[1:][-1:])]
+        sizes = " to ".join([first, *(what.removeprefix("a request of ") for what in last)])
         sys.stdout.write(f"{page_file}: {pair.title}; {sizes}; {bytes_text(len(content))}\n")
 
 

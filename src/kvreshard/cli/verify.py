@@ -223,7 +223,7 @@ def make_ranks(transport: TransportName, num_ranks: int, memory_bytes: int, devi
         fabric = Fabric()
         return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
     if importlib.util.find_spec("nixl") is None:
-        raise InputError("NIXL is not installed; `pip install kvreshard[nixl]`, or give --transport memory")
+        raise InputError("NIXL is not installed; `pip install nixl pyzmq`, or give --transport memory")
     return ProcessRanks(num_ranks, memory_bytes, devices=[device] * num_ranks)
 
 

@@ -30,7 +30,7 @@ from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab, UsageError
 from kvreshard.model.changed import replace
-from kvreshard.model.expect import expect_whole
+from kvreshard.model.expect import expect, expect_whole
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -153,7 +153,10 @@ def _place_of(field: str, places: Mapping[str, int]) -> int:
 
 def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], device: str = "cpu") -> EngineLayout:
     """The same layout with every region at a real address: rank -> region name -> address. Raises UsageError where one is not given."""
+    expect(layout, EngineLayout, "a layout", "what `kvreshard.describe` returns")
+    expect(addresses, Mapping, "the addresses", "rank -> region name -> address")
     for rank in layout.ranks:
+        expect(addresses.get(rank.rank, {}), Mapping, f"the addresses of rank {rank.rank}", "region name -> address")
         for name in rank.template.regions:
             if name not in addresses.get(rank.rank, {}):
                 raise UsageError(

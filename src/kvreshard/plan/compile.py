@@ -167,6 +167,8 @@ def compile_routes(
         )
     if cost is not None:
         expect(cost, CostModel, "cost", "CostModel(), or what `kvreshard bench` measures")
+    if ranks is not None:
+        expect(ranks, Iterable, "the ranks", "a list of ranks of the decode engine")
     election = elect(src, dst, match_fields(src, dst).names)
     numbers = list(dst.rank_by_number if ranks is None else dict.fromkeys(ranks))
     for number in numbers:

@@ -34,6 +34,8 @@ from kvreshard.plan.route import Route
 def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> ByteRanges:
     """Address ranges on `dst_rank` to zero, sorted, each in one region. `copies`: all copies to that rank for the request. Raises UsageError."""
     expect(dst, EngineLayout, "the destination's layout", "what `kvreshard.describe` returns")
+    expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
+    expect(copies, Iterable, "the copies", "what `kvreshard.bind` returns")
     if dst_rank not in dst.rank_by_number:
         raise UsageError(f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}")
     return _unwritten(dst, dst_rank, {group.name: _new_pages(request, group) for group in dst.groups}, copies)

@@ -100,7 +100,8 @@ def _check_group_names(route: Route, request: Request) -> None:
 def _table(tables: Mapping[str, PageTable], group: Group, side: str) -> PageTable:
     table = tables.get(group.name)
     if table is None:
-        raise BindError(f"group '{group.name}': the {side} gives no block table")
+        known = ", ".join(map(repr, tables)) or "none"
+        raise BindError(f"group '{group.name}': the {side} gives no block table; those that it gives are: {known}")
     return table
 
 

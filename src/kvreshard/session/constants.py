@@ -76,12 +76,13 @@ def load_constants(path: Path, host: str) -> CostModel | None:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
 
-def require_constants(path: Path, host: str) -> CostModel:
-    """The constants of a host. Raises KvReshardError, also if there are none."""
+def require_constants(path: Path, host: str, device: str = "cpu") -> CostModel:
+    """The constants of a host for caches on `device`. Raises KvReshardError, also if there are none."""
     found = load_constants(path, host)
     if found is not None:
         return found
-    remedy = f"`kvreshard bench --calibrate --constants {path}` measures them"
+    option = "" if device == "cpu" else f" --device {device}"
+    remedy = f"`kvreshard bench --calibrate --constants {path}{option}` measures them"
     if not path.exists():
         raise KvReshardError(f"there is no constants file {path}; {remedy}")
     version = _read_file(path).version

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from kvreshard.model.errors import KvReshardError
 
@@ -64,8 +65,7 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
 
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Make a key pair: (`NAME.key`, `NAME.key_secret`), the latter for its owner only. Raises KvReshardError if one exists."""
-    from zmq import auth
-
+    auth = _import_auth()
     if directory.exists() and not directory.is_dir():
         raise KvReshardError(f"{directory} is a file; name the directory that the keys are to be written to")
     public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
@@ -89,8 +89,17 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     return public_file, secret_file
 
 
+def _import_auth() -> ModuleType:
+    """ZeroMQ's key files. Raises KvReshardError where pyzmq is not installed."""
+    try:
+        from zmq import auth
+    except ModuleNotFoundError as error:
+        raise KvReshardError(f"keys need pyzmq ({error}); pip install pyzmq") from error
+    return auth
+
+
 def _read_file(path: Path) -> tuple[bytes, bytes | None]:
-    from zmq import auth
+    auth = _import_auth()
     from zmq.utils import z85
 
     try:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
+from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList
@@ -111,6 +113,14 @@ class Mover:
     staging: Staging | None = None
     timeout_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        for what, part, method in (("transport", self.transport, "post"), ("memory", self.memory, "zero")):
+            if not callable(getattr(part, method, None)):
+                raise UsageError(
+                    f"the {what} of a mover is of type {type(part).__name__}; write Mover(transport, memory, peers)"
+                )
+        expect(self.peers, Mapping, "the peers of a mover", "rank of the other engine -> the name given to `add_peer`")
 
     def post(self, direction: Direction, copies: Copies) -> Transfer:
         """Post copies to the peer that they name. Raises TransportError."""

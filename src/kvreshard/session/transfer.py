@@ -36,6 +36,7 @@ def pull(
 ) -> Moved:
     """Read everything that the route's destination rank needs, then send `report` to the source ranks that it reports to."""
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
+    expect(report, bytes, "a report", "bytes, which the source ranks get as a notification")
     told = [src_rank for src_rank, reporters in route.reporters.items() if report and route.dst_rank in reporters]
     missing = [src_rank for src_rank in told if src_rank not in mover.peers]
     if missing:

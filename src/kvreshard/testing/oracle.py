@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
+from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic
@@ -34,7 +36,15 @@ COMPARED_BYTES = 64 << 20
 def oracle_transfer(
     src: EngineLayout, dst: EngineLayout, src_memory: Memory, dst_memory: Memory, request: Request
 ) -> dict[tuple[int, str], Bytes]:
-    """The destination's memory after the request, as a copy; `dst_memory` is not changed."""
+    """The destination's memory after the request, as a copy; `dst_memory` is not changed. Raises UsageError for arguments of other types."""
+    for layout, memory, side in ((src, src_memory, "source"), (dst, dst_memory, "destination")):
+        expect(layout, EngineLayout, f"the {side}'s layout", "what `kvreshard.describe` returns")
+        expect(memory, Mapping, f"the {side}'s memory", "(rank, region name) -> its bytes")
+        for rank in layout.ranks:
+            for name in rank.template.regions:
+                if (rank.rank, name) not in memory:
+                    raise UsageError(f"the {side}'s memory lacks region '{name}' of rank {rank.rank}")
+    expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     after = {place: content.copy() for place, content in dst_memory.items()}
     apply_request(src, dst, src_memory, after, request)
     return after

@@ -89,12 +89,12 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether every part was there on both sides, with one digest; also where there was none to compare (`num_parts` 0)."""
-        return not self.differences
+        """Whether every part was there on both sides, with one digest. False where there was no part (`num_parts` 0): nothing was compared."""
+        return self.num_parts > 0 and not self.differences
 
     def __str__(self) -> str:
         if not self.num_parts:
-            return "nothing was compared: there were no tokens to digest"
+            return "nothing was compared: no tokens of these fields were digested; are the names of the fields right?"
         if self.equal:
             return f"{self.num_parts} parts of {self.num_bytes} bytes are equal on both sides"
         lines = [str(difference) for difference in self.differences[:MAX_LINES_IN_MESSAGE]]
@@ -105,6 +105,8 @@ class Verdict:
 
 def compare(src: Mapping[Part, Digest], dst: Mapping[Part, Digest]) -> Verdict:
     """The verdict over all parts that either side has."""
+    for digests in (src, dst):
+        expect(digests, Mapping, "the digests of a side", "what `digest_transfers` returns")
     parts = sorted({*src, *dst})
     found = tuple(Difference(part, src.get(part), dst.get(part)) for part in parts if src.get(part) != dst.get(part))
     return Verdict(len(parts), sum(digest.num_bytes for digest in src.values()), found)
@@ -124,6 +126,7 @@ def digest_transfers(
     whose group has no intervals is left out. Names that no transfer has bring nothing: a rank need not hold
     all fields. Raises UsageError for arguments of other types, BindError for a request that does not fit.
     """
+    expect(transfers, Iterable, "the transfers", "`route.transfers` of what `kvreshard.compile_routes` returns")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     expect(key, bytes, "the key of a digest", "bytes, the same on both sides")
     if side not in get_args(Side):

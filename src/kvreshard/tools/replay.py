@@ -136,7 +136,7 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
     found = replace(found, num_bytes=moved.num_bytes)
     sides = (digest_transfers(route.transfers, side, request, host, KEY) for side in ("src", "dst"))
     verdict = compare(*sides)
-    if not verdict.equal:
+    if verdict.differences:
         return replace(found, reason=f"wrong bytes here too: {verdict}")
     holes = find_unwritten(memory.dst, route.dst_rank, request, list(bind(route, request)))
     if any(host.read(low, high).any() for low, high in zip(holes.start.tolist(), holes.stop.tolist(), strict=True)):

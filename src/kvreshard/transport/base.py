@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvreshard.model.expect import expect, expect_whole
 from kvreshard.plan.copies import Copies
 
 # A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
@@ -60,6 +61,7 @@ class MemoryRegion:
     Raises:
         TransportError: if the size is not positive, the range leaves the address space, or the device has no
             known kind.
+        UsageError: for values of other types.
     """
 
     address: int
@@ -67,6 +69,10 @@ class MemoryRegion:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if not (type(self.address) is type(self.size_bytes) is int):
+            expect_whole(self.address, "the address of a region")
+            expect_whole(self.size_bytes, "the size of a region")
+        expect(self.device, str, "the device of a region", "as in 'cpu' or 'cuda:0'")
         if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > ADDRESS_SPACE_BYTES:
             raise TransportError(
                 f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the address space of 63 bits; "
@@ -263,6 +269,15 @@ def check_payload(payload: bytes) -> bytes:
             f"notification of {len(payload)} bytes; the limit is {MAX_NOTIFICATION_BYTES}: send a name of the data"
         )
     return payload
+
+
+def checked_regions(regions: Iterable[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+    """Raises UsageError unless they are regions."""
+    expect(regions, Iterable, "regions to register", "[MemoryRegion(address, size_bytes), ...]")
+    found = tuple(regions)
+    for region in found:
+        expect(region, MemoryRegion, "a region", "MemoryRegion(address, size_bytes)")
+    return found
 
 
 # Errors that all transports word alike.

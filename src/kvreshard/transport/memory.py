@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from kvreshard.model.expect import expect
 from kvreshard.plan.copies import Copies, CopyList, PagedCopies
 from kvreshard.transport.base import (
     Direction,
@@ -26,6 +27,7 @@ from kvreshard.transport.base import (
     TransportError,
     check_new_peers,
     check_payload,
+    checked_regions,
     closed_transport,
     unknown_peer,
 )
@@ -59,6 +61,7 @@ class MemoryTransport:
     """
 
     def __init__(self, fabric: Fabric, name: str = "memory", *, clock: Callable[[], float] = time.monotonic) -> None:
+        expect(fabric, Fabric, "the fabric of a memory transport", "Fabric(), one for all of them")
         self.fabric = fabric
         self.table = RegionTable()
         self._clock = clock
@@ -74,7 +77,7 @@ class MemoryTransport:
 
     def register(self, regions: Iterable[MemoryRegion]) -> None:
         """See `Transport.register`. Refuses devices other than "cpu"."""
-        regions = tuple(regions)
+        regions = checked_regions(regions)
         for region in regions:
             if region.device != "cpu":
                 raise TransportError(f"region {region}: the memory transport copies host memory only; use 'nixl'")

@@ -46,6 +46,7 @@ from kvreshard.transport.base import (
     TransportError,
     check_new_peers,
     check_payload,
+    checked_regions,
     closed_transport,
     unknown_peer,
 )
@@ -122,7 +123,7 @@ class NixlTransport:
 
     def register(self, regions: Iterable[MemoryRegion]) -> None:
         """See `Transport.register`. One NIXL registration per region: register allocations, not pages."""
-        regions = tuple(regions)
+        regions = checked_regions(regions)
         with self._admin:
             table = self._open_table().plus(regions)
             self._owner.call(lambda agent: agent.register(regions))

@@ -86,7 +86,7 @@ def load_nixl() -> Any:
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
-        raise TransportError(f"NIXL cannot be imported ({error}); pip install kvreshard[nixl]") from error
+        raise TransportError(f"NIXL cannot be imported ({error}); pip install nixl pyzmq") from error
     log = logging.getLogger("nixl")
     if log.level == logging.INFO and "NIXL_LOG_LEVEL" not in os.environ:
         log.setLevel(logging.WARNING)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.expect import expect
 from kvreshard.model.form import SAME_RELEASE
 from kvreshard.plan.copies import Int64s
 from kvreshard.transport.base import MemoryRegion, TransportError
@@ -150,6 +151,7 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
     Raises:
         TransportError: too large, malformed, of another version, or of another kind of transport than `kind`.
     """
+    expect(data, (bytes, bytearray, memoryview), "a peer's metadata", "what `metadata()` of its transport returns")
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:

@@ -22,6 +22,11 @@ from typing import Any
 
 from kvreshard.vllm.versions import public_version
 
+# What `allow_mismatch` may name.
+PROPERTIES = (
+    "vllm_version", "model", "revision", "model_config", "dtype", "cache_dtype", "quantization", "rope_factors", "mm_processor_kwargs",
+    "video_pruning",
+)  # fmt: skip
 # Keys of a config.json that record its origin, not the model. MiniMax-M2 keeps `max_model_len` there, to size a table of angles
 # (`minimax_m2.py`, `MiniMaxM2ForCausalLM`).
 _PROVENANCE = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.posting import Pace
+from kvreshard.vllm.compatibility import PROPERTIES
 from kvreshard.vllm.sources import SourceHosts
 
 BACKENDS = "backends"
@@ -36,6 +37,14 @@ OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
 USUAL_LEASE_S = 30.0
 # At least: a reader's threads may pause for tenths of a second. At most: an engine cannot use blocks that nobody reads for so long.
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 86_400.0
+_RANGES = (
+    ("kv_lease_duration", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
+    ("paused_renewal_s", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
+    ("decoder_kv_blocks_ttl", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
+    ("early_reads_share", 0.0, 1.0, ", a share of this engine's blocks"),
+    ("digest_share", 0.0, 1.0, ", a share of all requests"),
+    ("side_channel_port", 0, 65_535, ", where 0 is any free port"),
+)
 
 _POSITIVE = (
     "load_timeout_s",
@@ -90,10 +99,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be a finite number")
-        for name in ("kv_lease_duration", "paused_renewal_s", "decoder_kv_blocks_ttl"):
+        for name, low, high, what in _RANGES:
             value = getattr(self, name)
-            if not MIN_LEASE_S <= value <= MAX_LEASE_S:
-                raise ValueError(f"{name} is {value:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} is {value:g}; it must be from {low:g} to {high:g}{what}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
@@ -102,13 +111,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
+        for name in self.allow_mismatch:
+            if name not in PROPERTIES:
+                raise ValueError(f"allow_mismatch names '{name}', which is not compared; {meant(name, PROPERTIES)}")
         SourceHosts(self.source_hosts)
-        if not 0.0 <= self.early_reads_share <= 1.0:
-            raise ValueError(
-                f"early_reads_share is {self.early_reads_share}; it is a share of this engine's blocks, 0 to 1"
-            )
-        if not 0.0 <= self.digest_share <= 1.0:
-            raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 
     def __str__(self) -> str:
         """The options that are not defaults, for a log line."""
@@ -164,15 +170,19 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     known = set(Options.__struct_fields__)
     extra = _translated(extra)
     for name in sorted(extra.keys() - known):
-        close = difflib.get_close_matches(name, known, 1)
-        meant = f"did you mean '{close[0]}'? " if close else ""
         raise KvReshardError(
-            f"kv_connector_extra_config: ReshardConnector has no option '{name}'; {meant}It has: {', '.join(sorted(known))}"
+            f"kv_connector_extra_config: ReshardConnector has no option '{name}'; {meant(name, sorted(known))}"
         )
     try:
         return msgspec.convert({name: extra[name] for name in known & extra.keys()}, Options)
     except msgspec.ValidationError as error:
         raise KvReshardError(f"kv_connector_extra_config: {error}") from error
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """The remedy for a name that does not exist."""
+    close = difflib.get_close_matches(name, known, 1)
+    return (f"did you mean '{close[0]}'? " if close else "") + f"There are: {', '.join(known)}"
 
 
 def read_load_timeout(config: Any) -> float:

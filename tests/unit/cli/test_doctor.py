@@ -19,6 +19,7 @@ from tests.unit.cli.doctor_lines import only, words
 from kvreshard.cli import doctor as command
 from kvreshard.cli import doctor_host
 from kvreshard.cli.doctor_host import Line, bounded
+from kvreshard.cli.inputs import InputError
 from kvreshard.model import EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
@@ -124,7 +125,7 @@ def test_plugins(monkeypatch: pytest.MonkeyPatch, found: object, status: str, to
 def test_without_nixl_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = only(doctor_host.check_nixl())
-    assert (line.status, "pip install kvreshard[nixl]" in line.remedy) == ("error", True)
+    assert (line.status, "pip install nixl pyzmq" in line.remedy) == ("error", True)
     assert only(doctor_host.check_loopback()).status == "skipped"
 
 
@@ -316,3 +317,10 @@ def test_options_that_do_not_go_together_are_one_line(run: Run, options: tuple[s
     result = run("doctor", "--no-loopback", *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
+
+
+def test_an_address_as_messages_show_it_is_taken_and_another_url_refused() -> None:
+    peer = command.parse_peer("tcp://localhost:5600")
+    assert (peer.host, peer.port) == ("localhost", 5600)
+    with pytest.raises(InputError, match="give HOST:PORT"):
+        command.parse_peer("http://localhost:5600")

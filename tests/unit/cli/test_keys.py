@@ -1,8 +1,10 @@
 """Does `kvreshard keys` write what engines read, and refuse in words?"""
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from kvreshard.cli.app import app
@@ -40,3 +42,11 @@ def test_a_name_that_is_a_path_and_a_second_pair_are_refused(tmp_path: Path) -> 
 def test_a_directory_without_a_name_is_refused() -> None:
     result = CliRunner().invoke(app, ["keys", ""])
     assert (result.exit_code, "the directory is empty" in result.output) == (2, True)
+
+
+def test_without_pyzmq_both_ends_say_what_to_install(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = write_keys(tmp_path, "e")[1]
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    for words in (["keys", tmp_path / "more"], ["doctor", "--peer", "localhost:1", "--key", secret, "--no-loopback"]):
+        result = run(*words)
+        assert (result.exit_code, "keys need pyzmq" in result.output) == (2, True)

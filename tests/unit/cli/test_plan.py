@@ -409,3 +409,25 @@ def test_a_model_that_comes_through_a_pipe_is_read_once_for_both_engines(tmp_pat
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "moved: 512 B per token" in done.stdout
+
+
+def test_layout_files_are_said_to_name_no_model(run) -> None:
+    assert "note: layout files name no model" in run("plan", *PAIR).output
+
+
+def test_an_option_about_a_file_that_is_not_there_is_refused(run) -> None:
+    result = run("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2", "--incomplete")
+    assert (result.exit_code, "--incomplete is about a decode layout" in result.output) == (2, True)
+
+
+def test_a_model_type_that_nobody_knows_is_told(run, tmp_path: Path) -> None:
+    config = {
+        "model_type": "lama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    (tmp_path / "c.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    text = _plan(run, str(tmp_path / "c.json"), "tp=1", "tp=2")
+    assert "model type 'lama' is not known, and was read as plain attention" in text

@@ -201,7 +201,7 @@ def test_empty_intervals_have_nothing_to_digest() -> None:
     arrived = small(Engine(), Engine(2), 2)
     nothing = replace(arrived, request=replace(arrived.request, intervals={"attention": [], "state": []}))
     assert nothing.digests("src", KEY) == nothing.digests("dst", KEY) == {}
-    assert compare({}, {}).equal
+    assert not compare({}, {}).equal
 
 
 def test_a_side_needs_its_own_tables_only() -> None:
@@ -312,3 +312,12 @@ def test_weights_of_keys_roles_and_numbers_are_unrelated() -> None:
     assert len(np.unique(found)) == len(found)
     ones = [int(((found >> np.uint64(bit)) & np.uint64(1)).sum()) for bit in range(64)]
     assert all(abs(count - len(found) / 2) < 6 * len(found) ** 0.5 / 2 for count in ones)
+
+
+def test_a_field_with_a_typo_is_not_found_equal() -> None:
+    layout, table = latent(), PageTable([1], num_tokens=3)
+    request = Request({"g": table}, {"g": table}, {"g": [(0, 3)]}, {})
+    transfers = compile_route(layout, layout, 0).transfers
+    sides = (digest_transfers(transfers, side, request, HostMemory(), KEY, fields=["typo"]) for side in ("src", "dst"))
+    verdict = compare(*sides)
+    assert (verdict.equal, "nothing was compared" in str(verdict)) == (False, True)

@@ -35,7 +35,7 @@ def test_a_source_that_is_not_known_yet_may_have_the_default_lease_time(lease_s:
 
 def test_a_typo_is_told_with_what_was_meant() -> None:
     with pytest.raises(
-        KvReshardError, match=r"no option 'load_timout_s'; did you mean 'load_timeout_s'\? It has: allow"
+        KvReshardError, match=r"no option 'load_timout_s'; did you mean 'load_timeout_s'\? There are: allow"
     ):
         read_options({"load_timout_s": 3})
 
@@ -55,7 +55,17 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"bidirectional_kv_xfer": "yes"}, "Expected `bool`, got `str`.*bidirectional_kv_xfer"),
         ({"paused_renewal_s": 0}, "paused_renewal_s is 0; it must be from 1 to 86400 seconds"),
         ({"load_timeout_s": float("inf")}, "load_timeout_s is inf; it must be a finite number"),
-        ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
+        ({"digest_share": 1.5}, "digest_share is 1.5; it must be from 0 to 1, a share of all requests"),
+        ({"side_channel_port": 99999}, "side_channel_port is 99999; it must be from 0 to 65535"),
+        ({"side_channel_port": -1}, "side_channel_port is -1; it must be from 0 to 65535"),
+        (
+            {"allow_mismatch": ["vllm_versions"]},
+            "names 'vllm_versions', which is not compared; did you mean 'vllm_version'",
+        ),
+        (
+            {"allow_mismatch": ["revision", "colour"]},
+            "names 'colour', which is not compared; There are: vllm_version, model",
+        ),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
         ({"max_in_flight_bytes": 0}, "max_in_flight_bytes is 0; it must be positive"),

@@ -42,7 +42,9 @@ def check_version(version: str | None = None) -> None:
     found = version or find_version()
     tested = ", ".join(TESTED)
     if found is None:
-        raise ImportError(f"ReshardConnector needs vLLM (tested: {tested}): pip install kvreshard[vllm]")
+        raise ImportError(
+            f"ReshardConnector needs vLLM, and none is installed; install one of the tested versions: {tested}"
+        )
     if found.split("+")[0] in TESTED:
         return
     if minor(found) not in map(minor, TESTED) and os.environ.get(OVERRIDE) != "1":
