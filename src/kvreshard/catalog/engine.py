@@ -21,7 +21,7 @@ from functools import cache
 
 from kvreshard.catalog.layers import Model, ModelLayer
 from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
-from kvreshard.catalog.spec import EngineSpec, unknown
+from kvreshard.catalog.spec import MIN_PAGES, EngineSpec, unknown
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError, UsageError
@@ -29,7 +29,6 @@ from kvreshard.model.expect import expect, expect_whole
 
 DEFAULT_PAGES = 128
 # Page 0 stands for no page.
-MIN_PAGES = 2
 CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
 PageBytes = Callable[[Kind, int], int]
 

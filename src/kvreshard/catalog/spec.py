@@ -41,6 +41,8 @@ from kvreshard.model.text import counted, escaped
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
 SIZES = ("tp", "pp", "dcp", "interleave", "pcp", "page", "kernel", "pages")
 MAX_SIZE = 1 << 32
+# Of a pool: page 0 stands for no page.
+MIN_PAGES = 2
 MAX_DIGITS = 20
 # Characters of a user's word in an error.
 MAX_SHOWN = 60
@@ -86,6 +88,10 @@ class EngineSpec:
     """As it was written, for people."""
 
     def __post_init__(self) -> None:
+        if self.pages is not None and self.pages < MIN_PAGES:
+            raise LayoutError(
+                f"engine option 'pages': {self.pages}; page 0 stands for no page, so a pool has at least {MIN_PAGES}"
+            )
         sizes = {name: getattr(self, name) for name in (*SIZES, "spec")}
         sizes |= {f"page.{group}": tokens for group, tokens in self.page_of}
         sizes |= {f"pp (stage {number})": size for number, size in enumerate(self.stages)}
@@ -99,8 +105,6 @@ class EngineSpec:
             raise LayoutError(
                 f"engine option 'tp': {self.tp} x pp={self.pp}{more} are {num_ranks} ranks; at most {MAX_RANKS} are described"
             )
-        if self.pages == 1:
-            raise LayoutError("engine option 'pages': 1; page 0 stands for no page, so a pool has at least 2")
         if self.stages and len(self.stages) != self.pp:
             raise LayoutError(
                 f"engine option 'pp': {counted(self.pp, 'stage')}, but the layers of {len(self.stages)} are given"

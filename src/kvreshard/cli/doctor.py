@@ -277,6 +277,10 @@ def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
         yield Line("pair", "skipped", "not both peers could be read")
         return
     (there, src), (here, dst) = prefill.met, decode.met
+    if there.instance_id == here.instance_id:
+        yield Line(
+            "pair", "warning", "both peers are the same engine", "give a prefill engine first, then a decode engine"
+        )
     try:
         check_compatibility(here, there)
     except KvReshardError as error:

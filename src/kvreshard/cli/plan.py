@@ -41,7 +41,7 @@ from kvreshard.cli.inputs import (
     write_whole,
 )
 from kvreshard.cli.order_note import order_note
-from kvreshard.cli.output import bytes_text, write_json
+from kvreshard.cli.output import bytes_text, show_line, write_json
 from kvreshard.cli.plan_page import LARGEST_TOKENS, plan_page, request_sizes
 from kvreshard.cli.plan_view import Priced, plan_document, show_plan
 from kvreshard.cli.tables_file import read_tables
@@ -158,6 +158,13 @@ def plan(
 
             note = order_note(pair, priced, in_order)
         show_plan(Console(), explain(routes), pair, priced, details, note)
+        if details and priced is not None:
+            source = (
+                f"those of {cost_model}"
+                if cost_model
+                else "the defaults; `kvreshard bench --calibrate` measures this host's"
+            )
+            show_line(Console(), f"constants of the predictions: {source}")
 
 
 def _check_options(

@@ -56,6 +56,7 @@ def test_uneven_stages() -> None:
         ("tp=2,interleave=4", "'interleave': without dcp no ranks share the sequence"),
         ("tp=2,interleave=1", "'interleave': without dcp"),
         ("tp=2,dcp=1,interleave=4", "'interleave': 4, but without dcp"),
+        ("pages=0", "'pages': 0; page 0 stands for no page, so a pool has at least 2"),
         ("pages=1", "'pages': 1; page 0 stands for no page, so a pool has at least 2"),
         ("tp=1_0", "'tp': '1_0' is not a whole number"),
         ("tp=+2", r"'tp': '\+2' is not a whole number"),

@@ -324,3 +324,8 @@ def test_an_address_as_messages_show_it_is_taken_and_another_url_refused() -> No
     assert (peer.host, peer.port) == ("localhost", 5600)
     with pytest.raises(InputError, match="give HOST:PORT"):
         command.parse_peer("http://localhost:5600")
+
+
+def test_one_engine_given_twice_is_told(run: Run, serve: Serve) -> None:
+    where = serve(engine("prefill"))
+    assert "both peers are the same engine" in run("doctor", "--no-loopback", "--peer", where, "--peer", where).output
