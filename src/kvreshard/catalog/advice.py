@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvreshard.catalog.declared import FP8
 from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages, stage_of_layers
 from kvreshard.catalog.layers import NATIVE, PACKED, Model, ModelLayer
 from kvreshard.catalog.paging import MIN_KERNEL_TOKENS, unifies
@@ -40,12 +41,19 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
 
 def assumed(model: Model, spec: EngineSpec) -> list[str]:
     """What is assumed of an engine; empty if the model's file and the engine settle everything without contradiction."""
-    depends = spec.dtype == NATIVE or any(layer.kind.is_state for layer in model.layers)
+    found = [*model.doubts]
+    kinds = [layer.kind for layer in model.layers]
+    is_sparse = any(isinstance(kind, ScaledRows) for kind in kinds) and any(isinstance(kind, Latent) for kind in kinds)
+    if is_sparse and FP8 in (spec.dtype, model.declared if spec.dtype == NATIVE else None):
+        found.append(
+            f"latents beside sparse indexers are read as {FP8}; where FlashMLA reads them vLLM 0.32 packs them: then give dtype={PACKED}"
+        )
+    depends = spec.dtype == NATIVE or any(kind.is_state for kind in kinds)
     if not model.cast_from or not depends:
-        return [*model.doubts]
+        return found
     cast = f"the model's file says {model.cast_from}, which vLLM 0.32 runs as {model.dtype}, on GPUs before SM80 as another"
     return [
-        *model.doubts,
+        *found,
         f"{cast}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file",
     ]
 

@@ -431,3 +431,10 @@ def test_a_model_type_that_nobody_knows_is_told(run, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     text = _plan(run, str(tmp_path / "c.json"), "tp=1", "tp=2")
     assert "model type 'lama' is not known, and was read as plain attention" in text
+
+
+def test_fp8_latents_beside_sparse_indexers_are_told_to_have_two_forms(run) -> None:
+    told = "where FlashMLA reads them vLLM 0.32 packs them: then give dtype=fp8_ds_mla"
+    assert told in " ".join(_plan(run, "deepseek-v3.2", "tp=8,dtype=fp8", "tp=8,dtype=fp8").split())
+    assert told not in " ".join(_plan(run, "deepseek-v3.2", "tp=8", "tp=8,dtype=auto").split())
+    assert told not in " ".join(_plan(run, "deepseek-v3", "tp=8,dtype=fp8", "tp=8,dtype=fp8").split())
