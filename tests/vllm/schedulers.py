@@ -32,7 +32,6 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Command, Failure, Load, Publish
 from kvreshard.session.handshake_messages import Address
-from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions
@@ -41,7 +40,6 @@ from kvreshard.vllm.requests import EngineConfig
 from kvreshard.vllm.sources import SourceHosts
 
 KEY = bytes(range(32))
-LIFE = instance_id_of(KEY)
 
 FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 WINDOW = 100
@@ -166,16 +164,16 @@ class Decode:
         self,
         *specs: Any,
         backoff: int = 0,
-        me: tuple[str, str] = ("d", "its life"),
+        engine: str = "d",
+        own_key: bytes = bytes(32),
         has_met: bool = True,
         hosts: SourceHosts | None = None,
-        own_key: bytes | None = None,
         **config: Any,
     ) -> None:
         self.fallbacks: list[str] = []
         self.not_loaded: list[tuple[str, int]] = []
-        engine = EngineConfig(groups(*specs), num_backoff_tokens=backoff, **config)
-        self.side = Consumer(me, engine, self._count, hosts=hosts, own_key=own_key)
+        settings = EngineConfig(groups(*specs), num_backoff_tokens=backoff, **config)
+        self.side = Consumer(engine, own_key, settings, self._count, hosts=hosts)
         if has_met:
             self.side.known.add_key(KEY)
 

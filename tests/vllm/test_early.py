@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.unit.session.prefills import LocalFollower
 from tests.unit.session.world import Clock
-from tests.vllm.schedulers import KEY, LIFE, TOKENS, Decode, blocks, full, groups, producer, request, window
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, producer, request, window
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
@@ -84,7 +84,7 @@ def test_a_load_begins_while_the_prompt_is_computed() -> None:
     assert both.decode.side.count_loadable(asked, 0) is None
     assert both.hear() == []
     source = both.prefill()
-    leased = both.source._leases.find("p-1")
+    leased = both.source.leases.find("p-1")
     assert leased is not None
     assert both.step(source, 100, [1, 2]) == [Computed(0, leased.lease.word, 0, 100)]
     (renew,) = both.hear()
@@ -227,7 +227,7 @@ def test_a_preempted_prefill_loses_its_lease_and_takes_another() -> None:
     both = Both(full(64))
     source = both.prefill()
     both.step(source, 100, [1, 2])
-    leased = both.source._leases.find("p-1")
+    leased = both.source.leases.find("p-1")
     assert leased is not None
     first = leased.lease
     assert list(both.source.preempt(["p-1", "unknown"])) == [Revoke(first)]
@@ -243,7 +243,7 @@ def test_a_prefill_that_is_preempted_and_goes_on_in_one_step_is_published_all_th
     both = Both(full(64))
     source = both.prefill()
     both.step(source, 100, [1, 2])
-    leased = both.source._leases.find("p-1")
+    leased = both.source.leases.find("p-1")
     assert leased is not None
     first = leased.lease
     source.num_computed_tokens = 0
@@ -590,7 +590,7 @@ def test_a_request_that_is_computed_already_is_not_lost_with_its_prefill() -> No
 
 
 def test_a_prefill_of_this_very_engine_is_counted_once_and_given_back_when_it_has_ended() -> None:
-    both = Both(full(64), me=("p", LIFE), own_key=KEY)
+    both = Both(full(64), engine="p", own_key=KEY)
     asked, source = both.arrive(), both.prefill()
     both.step(source, 300, [1, 2, 3, 4, 5])
     assert [type(command) for command in both.hear()] == [Release]

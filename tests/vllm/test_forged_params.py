@@ -62,7 +62,7 @@ class Fleet:
         self.decode, self.fallbacks = self.world.by_name["d"], list[str]()
         self.decode.connector._scheduler._consumer.log._count = self._count
         for name in ("p", "q"):  # as many as the tables of the simulation's ranks
-            self.world.by_name[name].connector._scheduler._producer._leases = Leases(64)
+            self.world.by_name[name].connector._scheduler._producer.leases = Leases(64)
         for endpoint in self.decode.endpoints:
             real = endpoint._transport.post
             endpoint._transport.post = lambda *args, real=real: self.posted.append(args) or real(*args)

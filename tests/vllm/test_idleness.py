@@ -29,7 +29,7 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     early = SimpleNamespace(step=lambda scheduled, manager: nothing)
     last_pages = SimpleNamespace(hold=lambda: None)
     side._producer = SimpleNamespace(
-        num_leases=0, last_pages=last_pages, early=early, preempt=lambda requests, scheduled: nothing
+        leases=(), last_pages=last_pages, early=early, preempt=lambda requests, scheduled: nothing
     )
     following = Following("d", None, 30.0)
     waiting = WaitingRequests((), following)

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.vllm import schedulers
-from tests.vllm.schedulers import LIFE, TOKENS, Decode, full, groups, picture, prefill
+from tests.vllm.schedulers import TOKENS, Decode, full, groups, picture, prefill
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -266,7 +266,7 @@ def test_without_the_sources_key_a_request_with_items_is_refused_and_one_without
 def test_an_engine_that_goes_on_with_its_own_prefill_knows_its_items() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **items(CAT))
     for mine, is_refused in ((items(CAT), False), (items(COW), True), (items(), True)):
-        decode = Decode(full(64), me=("p", LIFE), has_met=False, own_key=schedulers.KEY)
+        decode = Decode(full(64), engine="p", has_met=False, own_key=schedulers.KEY)
         asked = decode.arrive(params, TOKENS, **mine)
         assert decode.fallbacks == ["itself"]
         assert bool(decode.side.missing_items.why_refused(asked, 0, 0)) == is_refused

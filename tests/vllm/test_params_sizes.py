@@ -67,10 +67,10 @@ def test_what_would_be_too_large_is_not_published_and_the_log_says_so_once(
         if num_tokens == 64:
             assert isinstance(command, Publish)
             assert len(json.dumps(answer)) <= 1500
-            assert side.num_leases
+            assert len(side.leases)
         else:
             assert (answer, type(command)) == (None, Revoke)
-            assert not side.num_leases
+            assert not len(side.leases)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "request p-0 of 4096 tokens is not published" in told
     assert "of 256 pages would have 5" in told

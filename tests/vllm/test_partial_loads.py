@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, picture, prefill, state, window
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, picture, prefill, state, window
 
 pytestmark = pytest.mark.vllm
 
@@ -82,7 +82,7 @@ def test_vllm_may_take_less_than_there_is(
 
 def test_what_falls_back() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    itself, itself_noted = noting(full(64), me=("p", LIFE))
+    itself, itself_noted = noting(full(64), engine="p", own_key=KEY)
     itself.arrive(params, TOKENS)
     role, role_noted = noting(full(64), may_load=False)
     role.arrive(params, TOKENS)

@@ -100,9 +100,9 @@ def check_loads(fleet: Fleet, prefill: Params, decode: Callable[[Params], Params
             one.advance()
             one.turn()
         fleet.world.fabric.step()
-        if not len(producer._leases):
+        if not len(producer.leases):
             break
-    assert len(producer._leases) == 0, "the prefill's blocks are not released"
+    assert len(producer.leases) == 0, "the prefill's blocks are not released"
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -266,7 +266,7 @@ def test_choices_of_a_prefill_share_one_lease() -> None:
             world.submit()
         source = world.by_name["p"]
         prefilled(world)
-        assert len(source.connector._scheduler._producer._leases.published) == 1
+        assert len(source.connector._scheduler._producer.leases.published) == 1
         assert source.num_blocks_at_rest - source.num_free_blocks == 6
         world.drain()
         assert world.num_loaded == 1

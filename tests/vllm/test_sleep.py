@@ -138,9 +138,9 @@ def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_compu
     engine = world.by_name["p"]
     scheduling = engine.connector._scheduler
     scheduling.take_metadata({}, ())
-    computing = scheduling._producer._leases.acquire("r")
-    published = scheduling._producer._leases.acquire("s")
-    scheduling._producer._leases.publish("s", Prompt(()), 1, {}, 0)
+    computing = scheduling._producer.leases.acquire("r")
+    published = scheduling._producer.leases.acquire("s")
+    scheduling._producer.leases.publish("s", Prompt(()), 1, {}, 0)
     before, key = engine.engine_metadata.instance_id, engine.engine_metadata.key
     engine._begin_instance()
     after = engine.engine_metadata.instance_id

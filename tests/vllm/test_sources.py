@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
 from tests.work import count_bytecodes
 
 from kvreshard.session.commands import Release, Renew, StopRenewing
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.vllm
 
 def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    decode = Decode(full(64), me=("p", LIFE))
+    decode = Decode(full(64), engine="p", own_key=KEY)
     asked = decode.arrive(params, TOKENS)
     assert [type(order) for order in decode.watched] == [Release]
     assert (decode.side.count_loadable(asked, 256), decode.fallbacks) == (0, ["itself"])
     assert list(decode.side.allocate(asked, blocks([1, 2, 3, 4, 5]), 0)) == list(decode.side.abort("d-1")) == []
-    another_life = Decode(full(64), me=("p", "another life"))
+    another_life = Decode(full(64), engine="p", own_key=bytes(32))
     another_life.arrive(params, TOKENS)
     assert [type(order) for order in another_life.watched] == [Renew]
 

@@ -50,28 +50,28 @@ logger = get_logger(__name__)
 class Consumer:
     """The loading side of one engine.
 
-    `me`: this engine and its instance id; `own_key`: the key of its own prefills. `hosts`: which sources are allowed. `min_answer_tokens`: how
-    many tokens are worth loading of an answer; None: answers are not loaded. `is_shadow`: prompts are not compared, those of equal length
-    count as equal; partial loads are not logged, and prefills that are under way not followed.
+    `own_key`: of its own prefills. `hosts`: which sources are allowed. `min_answer_tokens`: how many tokens are worth loading of an answer;
+    None: answers are not loaded. `is_shadow`: prompts are not compared, those of equal length count as equal; partial loads are not logged,
+    and prefills that are under way not followed.
     """
 
     def __init__(
         self,
-        me: tuple[str, str],
+        engine: str,
+        own_key: bytes,
         config: EngineConfig,
         count: Count,
         *,
         hosts: SourceHosts | None = None,
-        own_key: bytes | None = None,
         min_answer_tokens: int | None = None,
         is_shadow: bool = False,
         following: Following | None = None,
     ) -> None:
         self._config = config
-        self.following = following or Following(me[0], None, wait_s=0.0)
+        self.following = following or Following(engine, None, wait_s=0.0)
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
-        self.known = KnownSources(me, own_key)
+        self.known = KnownSources(engine, own_key)
         self.missing_items = MissingItems(config.positions, config.placeholders)
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)

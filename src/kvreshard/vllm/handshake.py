@@ -24,7 +24,7 @@ from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make
 from kvreshard.session.handshake_messages import Address, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.rendezvous import Rendezvous
-from kvreshard.session.seal import instance_id_of, new_key
+from kvreshard.session.seal import new_key
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.versions import exchanged_with
 
@@ -46,7 +46,7 @@ class RankPart(KVConnectorHandshakeMetadata):
 
 
 class EngineHandshake:
-    """One per engine. `key`: what this instance of the engine seals with. `instance_id`: the digest of it, unique to this instance.
+    """One per engine. `key`: what this instance of the engine seals with. Its digest is the instance id.
 
     An instance ends with the process, or when the memory of the caches goes while the engine sleeps (`begin_instance`).
     """
@@ -54,7 +54,6 @@ class EngineHandshake:
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
         self.key = new_key()
-        self.instance_id = instance_id_of(self.key)
         self.rendezvous = Rendezvous(self.key)
         self._listener: HandshakeServer | None = None
         self._address: Address | None = None
@@ -79,7 +78,6 @@ class EngineHandshake:
     def begin_instance(self) -> None:
         """Another key and instance id: whoever has met this engine before meets it anew, as one that was started again."""
         self.key = new_key()
-        self.instance_id = instance_id_of(self.key)
         self.rendezvous.begin_instance(self.key)
         self._logged.clear()
 

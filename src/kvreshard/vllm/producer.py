@@ -70,9 +70,9 @@ class Producer:
     ) -> None:
         self._engine, self._key, self._config, self._lease_s = engine, key, config, lease_s
         self._answer_lease_s = answer_lease_s
-        self._leases = Leases(num_slots)
+        self.leases = Leases(num_slots)
         # Answers that prefill engines may read, in the order in which they were published.
-        self._answers: dict[str, None] = {}
+        self.answers: dict[str, None] = {}
         self._has_logged_beyond = False
         self.last_pages = LastPages(config.groups)
         self._holds_last_pages = config.num_backoff_tokens < MIN_COMPUTED_TOKENS
@@ -81,25 +81,10 @@ class Producer:
         self._has_logged_size = False
         self.repeats = Repeats(logger)
 
-    @property
-    def num_leases(self) -> int:
-        """Requests that other engines may read, or that are computed for them."""
-        return len(self._leases)
-
-    @property
-    def num_blocks_held(self) -> int:
-        """Blocks that are held for other engines."""
-        return self._leases.num_blocks
-
-    @property
-    def num_answers(self) -> int:
-        """Answers that are held for prefill engines."""
-        return len(self._answers)
-
     def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
         """Whether a request that may be published can end with this step, which computes `num_scheduled` tokens of each."""
         for name, num_tokens in num_scheduled.items():
-            leased = self._leases.find(name)
+            leased = self.leases.find(name)
             request = None if leased is None else leased.computing
             if request is not None and request.num_computed_tokens + num_tokens >= request.num_prompt_tokens:
                 return True
@@ -108,7 +93,7 @@ class Producer:
     def begin_instance(self, key: bytes) -> Iterator[Command]:
         """Seal with another key, and take the leases again of what is being computed: the ranks have forgotten them."""
         self._key = key
-        yield from map(Acquire, self._leases.unpublished)
+        yield from map(Acquire, self.leases.unpublished)
 
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives again. From now on readers may ask for its `transfer_id`."""
@@ -141,9 +126,9 @@ class Producer:
         is_answer = (
             self._answer_lease_s is not None and request.kv_transfer_params and not is_choice(request.request_id)
         )
-        if not (is_prefill or is_answer) or self._leases.find(request.request_id) is not None:
+        if not (is_prefill or is_answer) or self.leases.find(request.request_id) is not None:
             return
-        leased = self._leases.acquire(request.request_id)
+        leased = self.leases.acquire(request.request_id)
         if leased is None:
             self.repeats.log(
                 logging.WARNING,
@@ -167,18 +152,18 @@ class Producer:
         caches; the former lease was still there when they did.
         """
         for request_id in request_ids:
-            leased = self._leases.find(request_id)
+            leased = self.leases.find(request_id)
             if leased is not None:
                 self.early.preempt(request_id)
                 self.last_pages.release(request_id)
-                self._leases.release(request_id)
+                self.leases.release(request_id)
                 yield Revoke(leased.lease)
                 if request_id in num_scheduled and leased.computing is not None:
                     yield from self.schedule(leased.computing)
 
     def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
         """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""
-        leased = self._leases.find(request_id)
+        leased = self.leases.find(request_id)
         if leased is not None:
             leased.first_loaded[group.name] = token
 
@@ -186,7 +171,7 @@ class Producer:
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any] | None, Command | None]:
         """(parameters for the router, command for the ranks). The blocks stay with `Publish`; otherwise they can be freed at once."""
-        leased = self._leases.find(request.request_id)
+        leased = self.leases.find(request.request_id)
         if leased is None:
             self.early.end(request.request_id, "it has ended before it was computed, or no lease slot was free")
             return None, None
@@ -197,34 +182,33 @@ class Producer:
         is_beyond = good and self._is_beyond(request, num_tokens)
         if is_beyond and is_answer:
             self._log_beyond(request.request_id)
-        if not good or self.address is None or num_tokens < 1 or is_beyond:
+        if not good or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
             return None, Revoke(lease)
         prompt = read_prompt(request, self._config)
-        params = self._leases.find_shared(request.request_id, prompt, num_tokens)
+        params = self.leases.find_shared(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
             return params, Revoke(lease)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
-        prefill = self.describe(request, block_ids, num_tokens, lease, self.address)
-        params = self.write(prefill, is_answer=is_answer)
-        if params is None:
+        prefill = self.describe(request, block_ids, num_tokens, lease)
+        if prefill is None or (params := self.write(prefill, is_answer=is_answer)) is None:
             self.freed(request.request_id)
             return None, Revoke(lease)
         tables = prefill.tables()
         num_blocks = sum(len(table.pages) for table in tables.values())
-        self._leases.publish(request.request_id, prompt, num_tokens, params, num_blocks)
+        self.leases.publish(request.request_id, prompt, num_tokens, params, num_blocks)
         self.early.complete(request.request_id, prefill)
         lease_s = self._lease_s
         if is_answer and self._answer_lease_s is not None:
-            self._answers[request.request_id] = None
+            self.answers[request.request_id] = None
             lease_s = self._answer_lease_s
         return params, Publish(lease.request, lease_s, tables)
 
     def withdraw_oldest_answer(self) -> Iterator[Command]:
         """Give the blocks of the answer back that has been held longest. Who is reading it fails, and computes the prompt."""
-        if self._answers:
-            request_id = next(iter(self._answers))
+        if self.answers:
+            request_id = next(iter(self.answers))
             self.repeats.log(
                 logging.INFO,
                 "answer_withdrawn",
@@ -256,21 +240,14 @@ class Producer:
             )
 
     def describe(
-        self,
-        request: Request,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int,
-        lease: Lease,
-        address: Address,
-    ) -> RemotePrefill:
-        """The first `num_tokens` tokens of a finished request, as a reader needs them."""
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int, lease: Lease
+    ) -> RemotePrefill | None:
+        """The first `num_tokens` tokens of a finished request, as a reader needs them; None as long as this engine does not listen."""
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
-        return self._describe(request, pages, num_tokens, lease, address)
+        return self._describe(request, pages, num_tokens, lease)
 
     def _describe_early(self, request: Request, lease: Lease) -> RemotePrefill | None:
         """A prefill that is being computed, without pages: what readers will find of its whole prompt."""
-        if self.address is None:
-            return None
         num_tokens, none = int(request.num_prompt_tokens), tuple[int, ...]()
         # Of windows what is there in any case when it ends: what the next token attends to, and what is held of the last (`last_pages`).
         last = num_tokens - int(self._holds_last_pages)
@@ -279,7 +256,7 @@ class Producer:
             (token // group.page_tokens if group.page_tokens else 0, none)
             for group, token in zip(self._config.groups, needed, strict=True)
         ]
-        return self._describe(request, pages, num_tokens, lease, self.address, needed)
+        return self._describe(request, pages, num_tokens, lease, needed)
 
     def _describe(
         self,
@@ -287,20 +264,21 @@ class Producer:
         pages: Sequence[tuple[int, tuple[int, ...]]],
         num_tokens: int,
         lease: Lease,
-        address: Address,
         needed: Sequence[int] | None = None,
-    ) -> RemotePrefill:
+    ) -> RemotePrefill | None:
         """`pages`: first page and page ids of each group. `needed`: of each, the first token that is promised, where that is not all of them."""
+        if self.address is None:
+            return None
         promised = needed or [0] * len(pages)
         tables = {
             group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
             for group, (first, ids) in zip(self._config.groups, pages, strict=True)
         }
-        leased = self._leases.find(request.request_id)
+        leased = self.leases.find(request.request_id)
         first_loaded = {} if leased is None else leased.first_loaded
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
-            RemoteEngine(self._engine, instance_id_of(self._key), address),
+            RemoteEngine(self._engine, instance_id_of(self._key), self.address),
             lease,
             num_tokens,
             tuple(
@@ -344,7 +322,7 @@ class Producer:
 
     def reset(self) -> Iterator[Command]:
         """Revoke all leases that may be read: the engine may have got other weights."""
-        published = self._leases.published
+        published = self.leases.published
         if published:
             logger.warning(
                 "the cache was reset; %d requests are no longer published",
@@ -354,21 +332,17 @@ class Producer:
         for request_id in published:
             yield from self._withdraw(request_id)
 
-    def find_request(self, lease: str) -> str:
-        """The request of the lease with this name."""
-        return self._leases.find_request(lease)
-
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
         self.early.end(request_id, "no rank holds its pages")
         self.last_pages.release(request_id)
-        self._answers.pop(request_id, None)
-        self._leases.release(request_id)
+        self.answers.pop(request_id, None)
+        self.leases.release(request_id)
 
     def _withdraw(self, request_id: str) -> Iterator[Command]:
-        self._leases.withdraw(request_id)
-        self._answers.pop(request_id, None)
-        leased = self._leases.find(request_id)
+        self.leases.withdraw(request_id)
+        self.answers.pop(request_id, None)
+        leased = self.leases.find(request_id)
         if leased is not None:
             yield Revoke(leased.lease)
 

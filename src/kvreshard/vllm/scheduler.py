@@ -77,10 +77,9 @@ class SchedulerSide:
         self._failures = FailureLog(ends_requests=transfer_config.kv_load_failure_policy == "fail")
         # Leases that ran out on some rank before they were read.
         self._expired: set[str] = set()
-        self._is_producer = bool(transfer_config.is_kv_producer)
         key = self._handshake.key
         reads_back = options.bidirectional_kv_xfer
-        self._listens = self._is_producer or reads_back
+        self._listens = transfer_config.is_kv_producer or reads_back
         answer_lease_s = options.decoder_kv_blocks_ttl if reads_back else None
         self._producer = Producer(
             engine,
@@ -93,11 +92,11 @@ class SchedulerSide:
         )
         self.stats = ReshardStats()
         self._consumer = Consumer(
-            (engine, self._handshake.instance_id),
+            engine,
+            key,
             config,
             self.stats.count,
             hosts=SourceHosts(options.source_hosts),
-            own_key=key,
             min_answer_tokens=options.kv_recompute_threshold if reads_back else None,
             following=Following(engine, options.keys, options.transfer_wait_s),
         )
@@ -134,7 +133,7 @@ class SchedulerSide:
         """
         if self._has_instance:
             self._handshake.begin_instance()
-            self._consumer.known.begin_instance((self._engine, self._handshake.instance_id), self._handshake.key)
+            self._consumer.known.begin_instance(self._handshake.key)
             self._add(self._producer.begin_instance(self._handshake.key))
             logger.info(
                 "engine %s is awake; its peers meet it anew",
@@ -285,16 +284,16 @@ class SchedulerSide:
             # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
             for lease in self._expired.intersection(output.finished_sending):
                 self._expired.discard(lease)
-                self._failures.expired(self._producer.find_request(lease))
-            output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
+                self._failures.expired(self._producer.leases.find_request(lease))
+            output.finished_sending = {self._producer.leases.find_request(lease) for lease in output.finished_sending}
             for request_id in output.finished_sending:
                 self._producer.freed(request_id)
 
     def take_stats(self) -> ReshardStats | None:
         """The counts since the last call, and the gauges that have changed; None if there are none."""
         gauges = {
-            "leases_held": self._producer.num_leases,
-            "blocks_held": self._producer.num_blocks_held,
+            "leases_held": len(self._producer.leases),
+            "blocks_held": self._producer.leases.num_blocks,
             "loads_waiting": self._consumer.num_waiting,
             "loads_in_flight": self._consumer.waiting.num_loading - self._consumer.waiting.num_early,
             "loads_early": self._consumer.waiting.num_early,
@@ -338,7 +337,7 @@ class SchedulerSide:
         """
         if self._consumer.waiting.num_loading > self._consumer.waiting.num_early:
             return False
-        return self._producer.num_leases > 0 and self._consumer.num_waiting > 0
+        return len(self._producer.leases) > 0 and self._consumer.num_waiting > 0
 
     def _has_room(self, request: Request, num_loaded: int) -> bool:
         if self._manager is None:
@@ -378,7 +377,7 @@ class SchedulerSide:
     def _withdraw_answers(self) -> None:
         """Withdraw the oldest answer, one a step, while few blocks are free or a request got none."""
         is_unserved, self._unserved = self._unserved is not None, None
-        if self._manager is None or not self._producer.num_answers:
+        if self._manager is None or not self._producer.answers:
             return
         pool = self._manager.block_pool
         if is_unserved or pool.get_num_free_blocks() < pool.num_gpu_blocks * MIN_FREE_SHARE:

@@ -14,7 +14,8 @@ The shadow cannot fail a request: its first error is logged, and it is silent fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,11 +26,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvreshard.model import wire
 from kvreshard.model.logs import fields, get_logger
-from kvreshard.vllm.handshake import RankPart
+from kvreshard.session.commands import Load
+from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata, encode_engine_metadata
+from kvreshard.session.lease import Lease
+from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad
+from kvreshard.tools.shadow_record import RecordingAgent
+from kvreshard.vllm.compatibility import read_compatibility
+from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.describe.place import read_place
+from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import Options, read_options
-from kvreshard.vllm.shadow_scheduler import ShadowCommands, ShadowScheduler
-from kvreshard.vllm.shadow_worker import ShadowWorker
+from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.requests import count_settled, read_config
+from kvreshard.vllm.sources import SourceHosts
 from kvreshard.vllm.start_check import check_outputs
 
 if TYPE_CHECKING:
@@ -48,6 +60,181 @@ Result = TypeVar("Result")
 PARAMS = "kvreshard_shadow"
 COMMANDS = "kvreshard_shadow"
 STOPPED = "shadow: it stops comparing; NixlConnector goes on"
+# The shadow holds no blocks: nobody acquires its leases.
+NO_SLOT, NO_WORD = 0, 1
+
+
+@dataclass(slots=True)
+class ShadowCommands:
+    """What the shadow's workers get in one step."""
+
+    loads: list[ShadowLoad] = field(default_factory=list)
+    engine_metadata: bytes | None = field(default=None, repr=False)
+
+
+class ShadowScheduler:
+    """The shadow in the scheduler's process: the same requests as commands, which only the shadow's workers get."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
+        self._config = read_config(vllm_config, kv_cache_config)
+        self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
+        self._handshake = EngineHandshake(vllm_config, engine, options)
+        self._producer = Producer(engine, self._handshake.key, self._config, lease_s=1.0, num_slots=1)
+        self._fallback = ""
+        # In shadow mode prompts are not compared: no rank asks for keys, and NixlConnector does not compare them either.
+        self._consumer = Consumer(
+            engine,
+            self._handshake.key,
+            self._config,
+            self._note,
+            hosts=SourceHosts(options.source_hosts),
+            is_shadow=True,
+        )
+        self._counts: dict[str, tuple[int, int, int]] = {}
+        self._commands = ShadowCommands()
+
+    def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
+        """Make the engine's metadata, and hand it out beside NixlConnector's own listener."""
+        engine_metadata = self._handshake.make_engine_metadata(parts)
+        self._commands.engine_metadata = encode_engine_metadata(engine_metadata)
+        if self._is_producer:
+            self._producer.address = self._handshake.listen(engine_metadata, default_port=0)
+
+    def arrive(self, request: Request, params: Mapping[str, Any]) -> None:
+        """A request whose prefill was done elsewhere."""
+        for _ in self._consumer.arrive(request, params):
+            pass  # no lease is renewed: NixlConnector has its own
+
+    def count(self, request: Request, num_computed: int, theirs: int | None) -> None:
+        """How many tokens either would load."""
+        self._fallback = ""
+        ours = self._consumer.count_loadable(request, num_computed)
+        self._counts[request.request_id] = ours or 0, theirs or 0, num_computed
+
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """NixlConnector will load `num_external` tokens into these blocks."""
+        ours, theirs, num_computed = self._counts.pop(request.request_id, (0, num_external, 0))
+        commands = list(self._consumer.allocate(request, blocks, ours))
+        load = next((command for command in commands if isinstance(command, Load)), None)
+        # Commands without a load release the source: all but the last token, which is computed in any case, is here.
+        is_served = load is not None or (commands and not self._fallback)
+        why = "" if is_served else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
+        lost = self._find_lost(request, blocks, num_computed + num_external)
+        self._commands.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why, lost))
+
+    def _find_lost(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> str:
+        """What vLLM lacks when it computes the last token again, after a load of all of them (docs/design/0024)."""
+        if num_tokens < request.num_tokens:
+            return ""
+        for group in self._config.groups:
+            token = group.find_lost(blocks.get_block_ids()[group.index], num_tokens)
+            if token is not None:
+                return f"token {num_tokens - 1} attends to token {token}, for which group {group.name} has no page any more"
+        return ""
+
+    def describe(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """The shadow's parameters of a finished prefill; None if there are none."""
+        if count_settled(request) < 1:
+            return None
+        lease = Lease(request.request_id, NO_SLOT, NO_WORD)
+        prefill = self._producer.describe(request, block_ids, count_settled(request), lease)
+        return None if prefill is None else self._producer.write(prefill)
+
+    def ended(self, request: Request) -> None:
+        """The request is over."""
+        self._counts.pop(request.request_id, None)
+        for _ in self._consumer.ended(request.request_id):
+            pass  # no lease is released: NixlConnector has its own
+
+    def take_commands(self) -> ShadowCommands:
+        """This step's commands."""
+        self._consumer.log.flush()
+        commands, self._commands = self._commands, ShadowCommands()
+        return commands
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._handshake.close()
+
+    def _note(self, counter: str, cause: str, _amount: int) -> None:
+        if counter == "fallbacks":
+            self._fallback = cause
+
+
+class ShadowWorker:
+    """The shadow in a rank's process: describes the rank, records what NixlConnector's `worker` posts, and hands ended loads to the judge.
+
+    `part`: this rank's part of the engine's metadata, after `register`.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options, worker: Any) -> None:
+        self._vllm_config, self._kv_cache_config, self._engine = vllm_config, kv_cache_config, engine
+        self.part: RankPart | None = None
+        self._worker, self._agent = worker, RecordingAgent(worker.nixl_wrapper)
+        self._loads: dict[str, ShadowLoad] = {}
+        self._judge = ShadowJudge(
+            engine,
+            handshake_timeout_s=options.handshake_timeout_s,
+            keys=options.keys,
+            allow_mismatch=options.allow_mismatch,
+            report_file=options.shadow_report_file,
+        )
+        self._record()
+
+    def _record(self) -> None:
+        """Record what NixlConnector's worker posts (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
+        worker, agent = self._worker, self._agent
+        worker.nixl_wrapper = agent
+        read_blocks = worker._read_blocks
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            agent.current = kwargs.get("request_id")
+            try:
+                return read_blocks(*args, **kwargs)
+            finally:
+                agent.current = None
+
+        worker._read_blocks = recorded
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the caches. Raises LayoutError."""
+        place = read_place(self._vllm_config)
+        self._judge.rank = place.rank
+        if place.is_replica:
+            return
+        part = describe_rank(
+            engine=self._engine,
+            vllm_config=self._vllm_config,
+            kv_cache_config=self._kv_cache_config,
+            kv_caches=kv_caches,
+            place=place,
+        )
+        # Without a NIXL agent: a peer's shadow only reads the layout.
+        self.part = RankPart(
+            wire.encode(part), RankMetadata(place.rank, b"", 0, 0), read_compatibility(self._vllm_config)
+        )
+
+    def add_commands(self, commands: ShadowCommands) -> None:
+        """Keep this step's loads."""
+        if commands.engine_metadata is not None:
+            self._judge.introduce(decode_engine_metadata(commands.engine_metadata))
+        self._loads.update((load.request, load) for load in commands.loads)
+
+    def ended(self, received: set[str], failed: set[str]) -> None:
+        """NixlConnector has ended these loads: have them judged."""
+        for request in received | failed:
+            load = self._loads.pop(request, None)
+            posted = self._agent.take(request)
+            if load is None:
+                continue
+            remote = "" if load.load is None else load.load.remote.engine
+            agents = {name: rank for rank, name in (self._worker._remote_agents.get(remote) or {}).items()}
+            rearranges = bool(getattr(self._worker, "enable_permute_local_kv", False))
+            self._judge.submit(EndedLoad(load, posted, agents, request in failed, rearranges))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._judge.close()
 
 
 class ShadowHandshake(KVConnectorHandshakeMetadata):

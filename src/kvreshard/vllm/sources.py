@@ -75,26 +75,26 @@ class SourceHosts:
 class KnownSources:
     """Size-bounded memory of one decode engine; the oldest entries go first.
 
-    `me`: the engine and its instance id; `own_key`: the key under which it seals its own prefills.
+    `own_key`: the key under which it seals its own prefills. Its instance id is a digest of that.
     """
 
-    def __init__(self, me: tuple[str, str], own_key: bytes | None = None) -> None:
-        self.begin_instance(me, own_key)
+    def __init__(self, engine: str, own_key: bytes) -> None:
+        self._engine = engine
+        self.begin_instance(own_key)
         self._keys: OrderedDict[str, bytes] = OrderedDict()
         self._released: OrderedDict[Source, None] = OrderedDict()
 
-    def begin_instance(self, me: tuple[str, str], own_key: bytes | None) -> None:
-        """This engine has another instance id and key from now on."""
-        self._me = me
-        self._own = {} if own_key is None else {instance_id_of(own_key): own_key}
+    def begin_instance(self, own_key: bytes) -> None:
+        """This engine has another key and instance id from now on."""
+        self._own_key, self._own_id = own_key, instance_id_of(own_key)
 
     def is_own(self, remote: RemoteEngine) -> bool:
         """Whether the source is this very engine."""
-        return remote.name == self._me
+        return remote.name == (self._engine, self._own_id)
 
     def find_key(self, remote: RemoteEngine) -> bytes | None:
         """The engine's key; None if it is not known."""
-        return self._own.get(remote.instance_id) or self._keys.get(remote.instance_id)
+        return self._own_key if remote.instance_id == self._own_id else self._keys.get(remote.instance_id)
 
     def add_key(self, key: bytes) -> None:
         """Keep the key of an engine after its handshake. The instance id is a digest of the key, so a key serves no other engine."""

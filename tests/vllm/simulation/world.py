@@ -532,7 +532,7 @@ class World:
         assert engine.num_free_blocks == engine.num_blocks_at_rest, (engine.name, engine.num_free_blocks)
         assert not any(scheduling._producer.last_pages._held.values()), engine.name
         assert not scheduling._producer.last_pages._expected, engine.name
-        assert not scheduling._producer._leases._leases, engine.name
+        assert not scheduling._producer.leases._leases, engine.name
         assert not scheduling._consumer.waiting, (engine.name, scheduling._consumer.waiting)
         assert not scheduling._admission._failed, engine.name
         assert not scheduling._admission._behind, engine.name
