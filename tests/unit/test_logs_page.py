@@ -26,7 +26,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
             if where in PASSING or not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             target = ast.unparse(node.func.value)
-            if (target in ("logger", "_logger()") and node.func.attr in LEVELS) or (
+            if (target == "logger" and node.func.attr in LEVELS) or (
                 target.rpartition(".")[2] in ("repeats", "_repeats") and node.func.attr == "log"
             ):
                 yield f"{where}:{node.lineno}", node

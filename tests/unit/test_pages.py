@@ -12,8 +12,8 @@ import pytest
 from typer.main import get_command
 
 from kvreshard.cli.app import app
-from kvreshard.vllm.fallbacks import REASONS
 from kvreshard.vllm.options import OF_NIXL_CONNECTOR, Options
+from kvreshard.vllm.outcomes import REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

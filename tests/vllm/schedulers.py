@@ -35,6 +35,7 @@ from kvreshard.session.handshake_messages import Address
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions
+from kvreshard.vllm.outcomes import OutcomeLog
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import EngineConfig
 from kvreshard.vllm.sources import SourceHosts
@@ -173,7 +174,7 @@ class Decode:
         self.fallbacks: list[str] = []
         self.not_loaded: list[tuple[str, int]] = []
         settings = EngineConfig(groups(*specs), num_backoff_tokens=backoff, **config)
-        self.side = Consumer(engine, own_key, settings, self._count, hosts=hosts)
+        self.side = Consumer(engine, own_key, settings, OutcomeLog(self._count), hosts=hosts)
         if has_met:
             self.side.known.add_key(KEY)
 

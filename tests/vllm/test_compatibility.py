@@ -78,5 +78,5 @@ def test_facts_are_those_of_a_process_that_has_the_model() -> None:
     """The scheduler's has it with one rank, and has not with two: models write into their configuration."""
     layout = build("p", {models.name(0): models.attention(4, 8)}).layout
     part = RankPart(wire.encode(layout), RankMetadata(0, b"", 0, 0), {"model_config": "as loaded"})
-    engine_metadata = EngineHandshake(SimpleNamespace(), "p", read_options({})).make_engine_metadata({(0, 0): part})
+    engine_metadata = EngineHandshake(SimpleNamespace(), read_options({})).make_engine_metadata({(0, 0): part})
     assert engine_metadata.compatibility == {"model_config": "as loaded"}

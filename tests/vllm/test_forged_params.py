@@ -60,7 +60,7 @@ class Fleet:
         )
         self.count, self.posted = 0, list[object]()
         self.decode, self.fallbacks = self.world.by_name["d"], list[str]()
-        self.decode.connector._scheduler._consumer.log._count = self._count
+        self.decode.connector._scheduler._log._count = self._count
         for name in ("p", "q"):  # as many as the tables of the simulation's ranks
             self.world.by_name[name].connector._scheduler._producer.leases = Leases(64)
         for endpoint in self.decode.endpoints:

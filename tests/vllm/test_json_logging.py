@@ -19,12 +19,12 @@ LINES = """
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, RemoteEngine
 from kvreshard.session.handshake_messages import Address
-from kvreshard.vllm.outcomes import FailureLog
+from kvreshard.vllm.outcomes import OutcomeLog
 from vllm.logger import _configure_vllm_root_logger, init_logger
 
 _configure_vllm_root_logger()  # since 0.32 a server does it when it has read its arguments
 init_logger("vllm.ours").info("a line of vLLM")
-log = FailureLog(ends_requests=False)
+log = OutcomeLog(print)
 log.add({"r\\n1": {0: Failure("stale lease", "the word is 0")}})
 log.end("r\\n1", RemoteEngine("prefill-0", "i", Address("10.0.0.1", 5600)))
 """

@@ -20,7 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvreshard.session.commands import Failure, Results
 from kvreshard.vllm.metrics import ReshardStats
-from kvreshard.vllm.outcomes import FailureLog
+from kvreshard.vllm.outcomes import OutcomeLog
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.scheduler import SchedulerSide
 from kvreshard.vllm.step_metadata import ReshardWorkerMetadata
@@ -73,7 +73,7 @@ def test_a_request_is_counted_once_on_however_many_ranks() -> None:
     side = SchedulerSide.__new__(SchedulerSide)
     side.stats, side._quarantine = ReshardStats(), bound(pool, pool.get_new_blocks(2))
     side._consumer = side._producer = SimpleNamespace(ended=str, freed=str)
-    side._failures, side._expired = FailureLog(ends_requests=False), set()
+    side._log, side._expired = OutcomeLog(side.stats.count), set()
     failed = Results(failed={"r": Failure("timeout", "late", is_quarantined=True)})
     for rank in (0, 1):  # what the ranks count themselves is the failure
         worker = ReshardStats()

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake_messages import Address
-from kvreshard.vllm.fallbacks import REASONS, Count, FallbackLog
 from kvreshard.vllm.following import Following
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
+from kvreshard.vllm.outcomes import REASONS, OutcomeLog
 from kvreshard.vllm.params import ParamsError, RemotePrefill, names_source, read_address, read_params, transfer_of
 from kvreshard.vllm.requests import EngineConfig
 from kvreshard.vllm.sources import KnownSources, Source, SourceHosts
@@ -60,14 +60,14 @@ class Consumer:
         engine: str,
         own_key: bytes,
         config: EngineConfig,
-        count: Count,
+        log: OutcomeLog,
         *,
         hosts: SourceHosts | None = None,
         min_answer_tokens: int | None = None,
         is_shadow: bool = False,
         following: Following | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._log = config, log
         self.following = following or Following(engine, None, wait_s=0.0)
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
@@ -75,7 +75,6 @@ class Consumer:
         self.missing_items = MissingItems(config.positions, config.placeholders)
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
-        self.log = FallbackLog(count)
         self.waiting = WaitingRequests(config.groups, self.following)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
@@ -130,13 +129,12 @@ class Consumer:
         reason = REASONS[cause].format(remote=remote, text=text)
         if not is_known:
             self.missing_items.arrive_unknown(request, reason)
-        self.log.computed(request.request_id, cause, reason)
+        self._log.computed(request.request_id, cause, reason)
 
     def _arrive(self, request: Request, prefill: RemotePrefill, *, is_answer: bool) -> Iterator[Command]:
         # The ranks report the key of an answer's source once they have seen that its lease is still there.
         key = None if is_answer else self.known.find_key(prefill.remote)
-        transfer = transfer_of(request.kv_transfer_params or {}) if prefill.statement is not None else ""
-        waiting = Waiting(request, prefill, is_answer, key, transfer=transfer)
+        waiting = Waiting(request, prefill, is_answer, key)
         if waiting.key is not None:
             self._compare_items(waiting)
         cause = self._find_obstacle(waiting)
@@ -254,7 +252,7 @@ class Consumer:
             gives_back=False,
             refusal=waiting.refusal,
             trace_headers=request.trace_headers,
-            transfer_id=waiting.transfer if waiting.is_early else "",
+            transfer_id=transfer_of(request.kv_transfer_params or {}) if waiting.is_early else "",
         )
 
     @property
@@ -337,7 +335,7 @@ class Consumer:
         if waiting.key is None:
             self._compare_items(waiting)
         text, remote = text or ("" if waiting.unmet is None else waiting.unmet.text), waiting.prefill.remote
-        self.log.computed(waiting.request.request_id, cause, REASONS[cause].format(remote=remote, text=text), remote)
+        self._log.computed(waiting.request.request_id, cause, REASONS[cause].format(remote=remote, text=text), remote)
 
     def _compare_items(self, waiting: Waiting) -> None:
         """Compare multimodal items and salt: under the source's key, or, where there will be none, as unknown."""
@@ -355,7 +353,7 @@ class Consumer:
     ) -> None:
         is_logged = is_logged and not self._is_shadow
         num_tokens = num_loaded, waiting.prefill.num_tokens
-        self.log.partial(waiting.request.request_id, cause, num_tokens, why, is_logged=is_logged)
+        self._log.partial(waiting.request.request_id, cause, num_tokens, why, is_logged=is_logged)
 
     def _note_unused(self, waiting: Waiting, num_external: int) -> None:
         """vLLM loads nothing where logprobs of the prompt are requested, and whole blocks only of a window that it replays.
@@ -391,7 +389,7 @@ class Consumer:
         found = self._loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
         if found.fallback:
             remote = waiting.prefill.remote
-            self.log.computed(waiting.request.request_id, found.fallback, found.reason, remote)
+            self._log.computed(waiting.request.request_id, found.fallback, found.reason, remote)
         if found.partial:
             self._note_partial(waiting, found.partial, found.num_tokens, found.why, is_logged=not found.reason)
         return found.num_tokens

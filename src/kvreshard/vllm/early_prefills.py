@@ -26,6 +26,7 @@ from kvreshard.session.progress import MAX_TOKENS, Computed
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.statement import Statement
 from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.leases import owner_of
 from kvreshard.vllm.params import RemotePrefill, transfer_of
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ class EarlyPrefills:
         # Of the last prefill that had some steps.
         self._clock, self._seconds_per_token = clock, float("nan")
 
-    def hear(self, request: Request, owner: str) -> None:
-        """A request has arrived. `owner`: it, or that of which it is a choice."""
-        transfer = transfer_of(request.kv_transfer_params or {})
+    def hear(self, request: Request) -> None:
+        """A request has arrived."""
+        transfer, owner = transfer_of(request.kv_transfer_params or {}), owner_of(request.request_id)
         if transfer and self._rendezvous.hear(transfer, owner):
             self._prefills[request.request_id] = _Prefill(request, transfer, owner)
 

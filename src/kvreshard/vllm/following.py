@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Why a request cannot be loaded: a cause of `fallbacks.REASONS`, and what is known of it."""
+    """Why a request cannot be loaded: a cause of `outcomes.REASONS`, and what is known of it."""
 
     cause: str
     text: str

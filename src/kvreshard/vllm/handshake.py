@@ -51,8 +51,8 @@ class EngineHandshake:
     An instance ends with the process, or when the memory of the caches goes while the engine sleeps (`begin_instance`).
     """
 
-    def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
-        self._vllm_config, self._engine, self._options = vllm_config, engine, options
+    def __init__(self, vllm_config: Any, options: Options) -> None:
+        self._vllm_config, self._options = vllm_config, options
         self.key = new_key()
         self.rendezvous = Rendezvous(self.key)
         self._listener: HandshakeServer | None = None

@@ -19,8 +19,8 @@ from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
 from kvreshard.transport.watchdog import CALLS
-from kvreshard.vllm.fallbacks import REASONS
 from kvreshard.vllm.options import read_load_timeout, read_options
+from kvreshard.vllm.outcomes import REASONS
 from kvreshard.vllm.versions import find_version
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from typing import Any
 
 PACKAGE = "kvreshard"
@@ -26,7 +25,9 @@ def register() -> None:
         for name in NAMES:
             _register_name(KVConnectorFactory, name)
     except Exception:  # noqa: BLE001  no factory, or one of another form: this vLLM may have no use for it
-        _logger().debug("kvreshard: its connectors are not registered in this vLLM", exc_info=True)
+        from kvreshard.model.logs import get_logger  # it loads the room `model`, for a line that is rarely written
+
+        get_logger(__name__).debug("kvreshard: its connectors are not registered in this vLLM", exc_info=True)
 
 
 def _register_name(factory: Any, name: str) -> None:
@@ -41,11 +42,14 @@ def _register_name(factory: Any, name: str) -> None:
 
 @functools.cache  # one line per process
 def _warn(name: str, module: str) -> None:
-    _logger().warning(
+    from kvreshard.model.logs import fields, get_logger
+
+    logger = get_logger(__name__)
+    logger.warning(
         "the connector name %s is registered for %s, so that kvreshard does not register it for %s; to use kvreshard's, give "
         '"kv_connector_module_path":"%s" beside the name',
         *(name, module, MODULE, MODULE),
-        extra=_fields("name_taken", name_taken=name, module_path=module),
+        extra=fields("name_taken", name_taken=name, module_path=module),
     )
 
 
@@ -55,15 +59,3 @@ def _module_of(loader: Any) -> str:
         return str(inspect.getclosurevars(loader).nonlocals["module_path"])
     except (TypeError, KeyError):
         return str(getattr(loader, "__module__", None) or loader)
-
-
-def _fields(event: str, **values: object) -> dict[str, object]:
-    from kvreshard.model.logs import fields
-
-    return fields(event, **values)
-
-
-def _logger() -> logging.Logger:
-    from kvreshard.model.logs import get_logger  # it loads the room `model`, for a line that is rarely written
-
-    return get_logger(__name__)

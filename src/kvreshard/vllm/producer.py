@@ -38,7 +38,7 @@ from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.early_prefills import EarlyPrefills
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
-from kvreshard.vllm.leases import Leases, is_choice, owner_of
+from kvreshard.vllm.leases import Leases, is_choice
 from kvreshard.vllm.page_list import write_pages
 from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
@@ -98,7 +98,7 @@ class Producer:
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives again. From now on readers may ask for its `transfer_id`."""
         self._drop_last_tokens(request)
-        self.early.hear(request, owner_of(request.request_id))
+        self.early.hear(request)
 
     def _drop_last_tokens(self, request: Request) -> None:
         backoff, params = self._config.num_backoff_tokens, request.kv_transfer_params

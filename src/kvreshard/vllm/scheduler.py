@@ -23,7 +23,7 @@ from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.idle import Idle
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.outcomes import FailureLog
+from kvreshard.vllm.outcomes import OutcomeLog
 from kvreshard.vllm.params import names_source, transfer_of
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
@@ -70,11 +70,13 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
-        self._handshake = EngineHandshake(vllm_config, engine, options)
+        self._handshake = EngineHandshake(vllm_config, options)
         self._vllm_config, self._options, self._config = vllm_config, options, config
         self._engine, self._has_instance = engine, False
-        self._warns_of_policy = transfer_config.kv_load_failure_policy == "fail"
-        self._failures = FailureLog(ends_requests=transfer_config.kv_load_failure_policy == "fail")
+        ends_requests = transfer_config.kv_load_failure_policy == "fail"
+        self._warns_of_policy = ends_requests
+        self.stats = ReshardStats()
+        self._log = OutcomeLog(self.stats.count, ends_requests=ends_requests)
         # Leases that ran out on some rank before they were read.
         self._expired: set[str] = set()
         key = self._handshake.key
@@ -90,12 +92,11 @@ class SchedulerSide:
             answer_lease_s,
             self._handshake.rendezvous,
         )
-        self.stats = ReshardStats()
         self._consumer = Consumer(
             engine,
             key,
             config,
-            self.stats.count,
+            self._log,
             hosts=SourceHosts(options.source_hosts),
             min_answer_tokens=options.kv_recompute_threshold if reads_back else None,
             following=Following(engine, options.keys, options.transfer_wait_s),
@@ -104,7 +105,7 @@ class SchedulerSide:
         self._delayed = DelayedLoads(vllm_config.max_concurrent_batches - 1 if waits else 0)
         if config.may_load or reads_back:
             log_open_sources(options)
-        if reads_back and transfer_config.kv_load_failure_policy == "fail":
+        if reads_back and ends_requests:
             warn_of_policy("the answer that it goes on from")
         # When requests arrived that name a source, and the gauges that were told last.
         self._arrived_s: dict[str, float] = {}
@@ -152,7 +153,7 @@ class SchedulerSide:
         """A new request."""
         if not isinstance(request.kv_transfer_params, dict | None):
             # A client may send anything under this name in `vllm_xargs`, and vLLM takes it for a map (0.32.0).
-            self._consumer.log.ignored(request.request_id, request.kv_transfer_params)
+            self._log.ignored(request.request_id, request.kv_transfer_params)
             request.kv_transfer_params = None
         params = request.kv_transfer_params or {}
         self._alive.add(request.request_id)
@@ -260,7 +261,7 @@ class SchedulerSide:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
             self._update_quarantine(meta)
-            self._failures.add(meta.failed)
+            self._log.add(meta.failed)
             self._expired |= meta.expired
             if meta.has_advanced:
                 self._deadlock.step(False)
@@ -278,13 +279,13 @@ class SchedulerSide:
             if request_id in self._arrived_s:
                 self.stats.sample("wait_seconds", time.monotonic() - self._arrived_s.pop(request_id))
             remote, is_aborted = self._consumer.find_source(request_id)
-            self._failures.end(request_id, remote, is_aborted=is_aborted)
+            self._log.end(request_id, remote, is_aborted=is_aborted)
             self._add(self._consumer.ended(request_id))
         if output.finished_sending:
             # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
             for lease in self._expired.intersection(output.finished_sending):
                 self._expired.discard(lease)
-                self._failures.expired(self._producer.leases.find_request(lease))
+                self._log.expired(self._producer.leases.find_request(lease))
             output.finished_sending = {self._producer.leases.find_request(lease) for lease in output.finished_sending}
             for request_id in output.finished_sending:
                 self._producer.freed(request_id)
@@ -300,7 +301,7 @@ class SchedulerSide:
             "quarantine_blocks_held": self._quarantine.num_blocks,
             "pool_blocks": 0 if self._manager is None else int(self._manager.block_pool.num_gpu_blocks),
         }
-        for lines in (self._failures, self._consumer.log, self._producer.repeats):
+        for lines in (self._log, self._producer.repeats):
             lines.flush()
         self.stats.data["gauges"] = dict(gauges.items() - self._gauges.items())
         self._gauges = gauges
@@ -353,7 +354,7 @@ class SchedulerSide:
         for request_id, failure in unmet.items():
             remote, _ = self._consumer.find_source(request_id)
             if remote is not None and failure.kind != "stale lease":
-                self._failures.cannot_read(remote, failure)
+                self._log.cannot_read(remote, failure)
 
     def _update_quarantine(self, meta: ReshardWorkerMetadata) -> None:
         """Counted here, where ranks come together: the same request may be quarantined on each of them."""

@@ -39,6 +39,7 @@ from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.describe.place import read_place
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import Options, read_options
+from kvreshard.vllm.outcomes import OutcomeLog
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import count_settled, read_config
 from kvreshard.vllm.sources import SourceHosts
@@ -78,15 +79,16 @@ class ShadowScheduler:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         self._config = read_config(vllm_config, kv_cache_config)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
-        self._handshake = EngineHandshake(vllm_config, engine, options)
+        self._handshake = EngineHandshake(vllm_config, options)
         self._producer = Producer(engine, self._handshake.key, self._config, lease_s=1.0, num_slots=1)
         self._fallback = ""
+        self._log = OutcomeLog(self._note)
         # In shadow mode prompts are not compared: no rank asks for keys, and NixlConnector does not compare them either.
         self._consumer = Consumer(
             engine,
             self._handshake.key,
             self._config,
-            self._note,
+            self._log,
             hosts=SourceHosts(options.source_hosts),
             is_shadow=True,
         )
@@ -148,7 +150,7 @@ class ShadowScheduler:
 
     def take_commands(self) -> ShadowCommands:
         """This step's commands."""
-        self._consumer.log.flush()
+        self._log.flush()
         commands, self._commands = self._commands, ShadowCommands()
         return commands
 

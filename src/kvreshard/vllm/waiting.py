@@ -28,8 +28,8 @@ class Waiting:
     """A request between its arrival and the end of its load.
 
     `is_answer`: its source is an answer, and it is prefilled here. `key`: of its source, after the handshake; `unmet`: why that failed.
-    `num_loadable`: leading tokens, once known; `refusal`: why they must not be read all the same. `transfer`: under which it is followed;
-    `num_blocks`: that it holds, of a load that has begun before its prefill had ended.
+    `num_loadable`: leading tokens, once known; `refusal`: why they must not be read all the same. `num_blocks`: that it holds, of a load that
+    has begun before its prefill had ended.
     """
 
     request: Request
@@ -42,7 +42,6 @@ class Waiting:
     num_computed: int = 0
     is_loading: bool = False
     is_aborted: bool = False
-    transfer: str = ""
     num_blocks: int = 0
 
     @property

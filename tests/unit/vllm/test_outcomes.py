@@ -9,7 +9,7 @@ import pytest
 from kvreshard.model.logs import FIRST_LINES
 from kvreshard.session.commands import Failure, RemoteEngine
 from kvreshard.session.handshake_messages import Address
-from kvreshard.vllm.outcomes import FailureLog
+from kvreshard.vllm.outcomes import OutcomeLog
 
 REMOTE = RemoteEngine("prefill-0", "i", Address("10.0.0.1", 5600))
 STALE, GONE, CANCELLED = (
@@ -19,10 +19,14 @@ STALE, GONE, CANCELLED = (
 )
 
 
+def uncounted(counter: str, label: str, amount: int) -> None:
+    raise AssertionError("what fails is counted by its ranks")
+
+
 @pytest.fixture
-def failures(caplog: pytest.LogCaptureFixture) -> FailureLog:
+def failures(caplog: pytest.LogCaptureFixture) -> OutcomeLog:
     caplog.set_level(logging.INFO, "kvreshard")
-    return FailureLog(ends_requests=False)
+    return OutcomeLog(uncounted, ends_requests=False)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -30,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_ranks_that_fail_alike_in_different_steps_are_one_line(
-    failures: FailureLog, caplog: pytest.LogCaptureFixture
+    failures: OutcomeLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures.add({"r": {1: STALE}})
     failures.add({"r": {0: STALE}, "other": {0: GONE}})
@@ -46,7 +50,7 @@ def test_ranks_that_fail_alike_in_different_steps_are_one_line(
     assert len(lines(caplog)) == 1
 
 
-def test_each_cause_names_its_ranks(failures: FailureLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_cause_names_its_ranks(failures: OutcomeLog, caplog: pytest.LogCaptureFixture) -> None:
     failures.add({"r": {2: GONE, 0: STALE, 3: CANCELLED, 1: GONE}})
     failures.end("r", None)
     (line,) = lines(caplog)
@@ -56,7 +60,7 @@ def test_each_cause_names_its_ranks(failures: FailureLog, caplog: pytest.LogCapt
     )
 
 
-def test_a_cancelled_load_and_a_good_one_are_no_line(failures: FailureLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cancelled_load_and_a_good_one_are_no_line(failures: OutcomeLog, caplog: pytest.LogCaptureFixture) -> None:
     failures.add({"r": {0: CANCELLED, 1: CANCELLED}})
     failures.end("r", REMOTE)
     failures.end("good", REMOTE)
@@ -75,14 +79,14 @@ def test_a_cancelled_load_and_a_good_one_are_no_line(failures: FailureLog, caplo
 def test_what_becomes_of_the_request_is_said(
     ends_requests: bool, is_aborted: bool, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failures = FailureLog(ends_requests=ends_requests)
+    failures = OutcomeLog(uncounted, ends_requests=ends_requests)
     failures.add({"r": {0: GONE}})
     failures.end("r", REMOTE, is_aborted=is_aborted)
     assert lines(caplog)[0].endswith(f"the peer has gone (transfer, rank 0); {told}")
 
 
 def test_an_engine_that_fails_every_load_does_not_fill_the_log(
-    failures: FailureLog, caplog: pytest.LogCaptureFixture
+    failures: OutcomeLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(1000):
         failures.add({f"r{number}": {0: STALE, 1: STALE}})

@@ -299,14 +299,14 @@ class Engine:
             return give_up(request_id, cause, text)
 
         consumer.give_up = given_up
-        count = consumer.log._count
+        count = consumer._log._count
 
         def counted(counter: str, label: str, amount: int) -> None:
             if counter == "fallbacks":
                 self.fallbacks[label] += amount
             count(counter, label, amount)
 
-        consumer.log._count = counted
+        consumer._log._count = counted
         note_partial = consumer._note_partial
 
         def partial(waiting: Any, cause: str, *numbers: Any, **more: Any) -> None:

@@ -91,9 +91,9 @@ class KnownState(Known):
 
 # fmt: off
 def _interior(backends: tuple[str, ...], dtypes: tuple[str, ...], platforms: tuple[str, ...], interior: str, *quotes: Quote,
-              packing: bool = False, since: Minor = (0, 30), until: Minor | None = None) -> KnownInterior:
+              packing: bool = False, since: Minor = (0, 30)) -> KnownInterior:
     return KnownInterior(backends=backends, cache_dtypes=dtypes, platforms=platforms, interior=interior, quotes=quotes, packing=packing,
-                         since=since, until=until)
+                         since=since)
 
 
 BACKENDS = "v1/attention/backends"

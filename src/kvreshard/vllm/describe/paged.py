@@ -44,13 +44,9 @@ def dtype_name(dtype: Any) -> str:
     return {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "int8": "uint8"}.get(name, name)
 
 
-def is_packed(spec: Any) -> bool:
-    """Whether the backend has set its own slots or cell bytes in the specification."""
-    return spec.num_head_slots is not None or spec.state_content_bytes is not None
-
-
 def _interior(spec: Any, info: LayerInfo, *, ring: bool = False) -> str | None:
-    return interior(info.backend, info.cache_dtype, info.platform, release().minor, packing=is_packed(spec), ring=ring)
+    has_own_form = spec.num_head_slots is not None or spec.state_content_bytes is not None
+    return interior(info.backend, info.cache_dtype, info.platform, release().minor, packing=has_own_form, ring=ring)
 
 
 def attention_kind(spec: Any, info: LayerInfo, count_heads: Callable[[], int]) -> Found:
@@ -92,11 +88,14 @@ def element(spec: Any, info: LayerInfo) -> tuple[str, str]:
 
 
 def latent_kind(spec: Any, info: LayerInfo) -> Found:
-    """One vector per state, whole on every rank. The field's name tells which vector it is: see `latent_name`."""
+    """One vector per state, whole on every rank.
+
+    The field's name tells which vector it is: DeepSeek-V4's compressor stores values and scores that are not compressed yet (`partial`).
+    """
     filled = _interior(spec, info)
     if filled is None or not isinstance(spec.tokens_per_state, int) or spec.tokens_per_state < 1:
         return Found(None, reason="interior unknown")
-    name = latent_name(info.backend)
+    name = "partial" if info.backend == "CompressorBackend" else "latent"
     if filled == "rows":
         dtype, quantisation = element(spec, info)
         if dtype not in DTYPE_BYTES:
@@ -105,11 +104,6 @@ def latent_kind(spec: Any, info: LayerInfo) -> Found:
     if filled == "quantised-rows":
         return _quantised_rows(spec, info)
     return Found(None, reason=f"interior {filled} is not for latent vectors")
-
-
-def latent_name(backend: str) -> str:
-    """`partial` for DeepSeek-V4's compressor, which stores values and scores that are not compressed yet."""
-    return "partial" if backend == "CompressorBackend" else "latent"
 
 
 def _quantised_rows(spec: Any, info: LayerInfo) -> Found:
