@@ -295,7 +295,7 @@ def test_of_loads_that_stand_still_the_youngest_gives_its_blocks_back() -> None:
     both.decode.side.count_loadable(asked, 0)
     both.decode.load(asked, blocks([11, 12, 13, 14, 15]), len(TOKENS) - 1)
     assert list(both.decode.side.give_up_longest()) == []
-    assert list(both.decode.side.give_up_early()) == [Cancel("d-1")]
+    assert list(both.decode.side.give_up_early()) == [Cancel("d-1", is_aborted=False)]
 
 
 def test_an_early_load_gives_its_blocks_to_a_request_that_is_preempted_again_and_again() -> None:

@@ -68,13 +68,18 @@ class Release:
     lease: Lease
 
 
+ABORTED = "the request was aborted"
+FOR_OTHERS = "other requests need its blocks, and its prefill has not ended"
+
+
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Stop the load of a request. The result is a failure, and its source is released; or received if the load had ended: then a `Release` must
-    follow if it does not give back.
+    follow if it does not give back. `is_aborted`: so is the request; else others need its blocks.
     """
 
     request: str
+    is_aborted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import (
+    ABORTED,
+    FOR_OTHERS,
     Acquire,
     Cancel,
     Command,
@@ -272,7 +274,9 @@ class Endpoint:
                 else:
                     self._remote_leases.release(command)
             case Cancel():
-                self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
+                self._jobs.stop(
+                    command.request, Failure("cancelled", ABORTED if command.is_aborted else FOR_OTHERS), now_s
+                )
             case Renew():
                 self._remote_leases.start_renewing(command, self._me)
                 if command.checks_lease:

@@ -5,7 +5,7 @@
    again after `RETRY_S`.
 3. `take` returns what was answered: for each name once. The caller follows on, with what it knows by then, or not.
 
-More than `MAX_TRANSFERS` of one source take turns. Nothing here waits.
+More of one source than fit a question take turns. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_messages import MAX_TRANSFERS, Address, HandshakeError, Known, transfers_request
+from kvreshard.session.handshake_messages import Address, HandshakeError, Known, count_fitting, transfers_request
 from kvreshard.session.keys import Keys
 from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, read_reply
 
@@ -113,8 +113,8 @@ class Follower:
         if source.reply is not None:
             source.reply.cancel()
         source.has_changed, source.not_before_s = False, time.monotonic() + PAUSE_S
-        source.asked = tuple(islice(source.wanted.items(), MAX_TRANSFERS))
-        if len(source.wanted) > MAX_TRANSFERS:
+        source.asked = tuple(islice(source.wanted.items(), count_fitting(source.wanted.values())))
+        if len(source.asked) < len(source.wanted):
             for name, known in source.asked:
                 del source.wanted[name]
                 source.wanted[name] = known

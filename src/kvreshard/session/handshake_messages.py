@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
@@ -27,8 +28,9 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT = 2000
 MAX_GROUPS = 256
-# A question for so many has less than `MAX_MESSAGE_BYTES` bytes where each has a few groups.
 MAX_TRANSFERS = 256
+# Of a question without its transfers, at most: names of an engine and of who asks.
+MAX_FRAME_BYTES = 4096
 
 
 class HandshakeError(KvReshardError):
@@ -117,6 +119,17 @@ def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
 def transfers_request(engine: str, rank: int, transfers: Sequence[Known], asker: str) -> bytes:
     """The bytes of a question for transfers. It replaces the one that `asker`, a name that nobody guesses, has asked before."""
     return _encode(HandshakeMessage(FORM, VERSION, "transfers", engine, rank, asker, transfers=tuple(transfers)))
+
+
+def count_fitting(transfers: Iterable[Known]) -> int:
+    """How many of some transfers, from the first on, one question may have: as many as there is room for, and at least one."""
+    number, left = 0, MAX_MESSAGE_BYTES - MAX_FRAME_BYTES
+    for known in islice(transfers, MAX_TRANSFERS):
+        left -= len(msgspec.msgpack.encode(known))
+        if number and left < 0:
+            break
+        number += 1
+    return number
 
 
 def _encode(message: HandshakeMessage) -> bytes:

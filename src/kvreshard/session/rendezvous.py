@@ -61,11 +61,13 @@ class Rendezvous:
             self._ended.clear()
 
     def hear(self, transfer: str, owner: str) -> bool:
-        """A request has come. False: another that has not ended has the same id, and neither is shown."""
+        """A request has come. False: another that has not ended has the same id, and neither is shown; or the same request has ended under this id
+        before, and a reader that has not heard of that could take one for the other.
+        """
         with self._lock:
             known = self._prefills.get(transfer)
-            if known is not None and known.owner == owner and known.ended is None:
-                return True
+            if known is not None and known.owner == owner:
+                return known.ended is None
             is_free = known is None or known.ended is not None
             prefill = self._prefills[transfer] = _Prefill(owner)
             self._ended.pop(transfer, None)

@@ -177,9 +177,11 @@ class NixlAgent:
 
     def remove_peer(self, name: str) -> None:
         self._peers.discard(name)
-        self._release_prepared(name)
-        with _as_errors(f"could not disconnect {name}"):
-            self._agent.remove_remote_agent(name)
+        try:
+            self._release_prepared(name)
+        finally:
+            with _as_errors(f"could not disconnect {name}"):
+                self._agent.remove_remote_agent(name)
 
     def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
         agent = self._agent

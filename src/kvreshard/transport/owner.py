@@ -331,8 +331,8 @@ class Owner:
         """Disconnect a leaving peer with which nothing is under way, and settle the transfers that waited for that."""
         if peer in self._leaving and peer not in self._busy:
             self._leaving.discard(peer)
-            self._forget(peer)
-            for sliced in self._held.pop(peer, ()):
+            held, is_forgotten = self._held.pop(peer, ()), self._forget(peer)
+            for sliced in held if is_forgotten else ():  # else bytes may still come: they wait for the agent's end
                 self._finish(sliced)
 
     def _finish(self, sliced: SlicedTransfer) -> None:
@@ -362,11 +362,14 @@ class Owner:
             what, text = (self.name, peer, error), "%s: notification to %s was not sent: %s"
             self._repeats.log(logging.WARNING, peer, text, *what, extra=fields("notification_failed", peer=peer))
 
-    def _forget(self, peer: str) -> None:
+    def _forget(self, peer: str) -> bool:
+        """Disconnect a peer; whether that worked."""
         try:
             self._agent.remove_peer(peer)
-        except Exception as error:  # noqa: BLE001  its transfers must settle
+        except Exception as error:  # noqa: BLE001  the thread goes on
             self._warn(f"peer {peer} was not disconnected", error)
+            return False
+        return True
 
     def _warn(self, what: str, error: Exception) -> None:
         logger.warning("%s: %s: %s", self.name, what, error, extra=fields("nixl_call_failed"))

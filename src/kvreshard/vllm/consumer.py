@@ -68,6 +68,7 @@ class Consumer:
         following: Following | None = None,
     ) -> None:
         self._config, self._log = config, log
+        self._put_off = set[Source]()  # of loads that ended while others used them: ranks renew until a release
         self.following = following or Following(engine, None, wait_s=0.0)
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
@@ -276,7 +277,7 @@ class Consumer:
     def give_up_early(self) -> Iterator[Command]:
         """Of the loads whose prefills are under way, end that of the request that has arrived last: others need its blocks."""
         youngest = self.waiting.find_youngest_early()
-        return iter(()) if youngest is None else iter([Cancel(youngest)])
+        return iter(()) if youngest is None else iter([Cancel(youngest, is_aborted=False)])
 
     def give_up(self, request_id: str, cause: str, text: str = "") -> Iterator[Command]:
         """Compute a request here that waits for its load, and release its source. `text`: what is known of the cause."""
@@ -378,9 +379,13 @@ class Consumer:
     def _release_source(self, source: Source, is_unmet: bool = False) -> Iterator[Command]:
         """Release the lease when no request here uses it any more. Only the scheduler knows: ranks learn of requests a step later.
 
-        A source whose handshake failed on every rank is not contacted again for this.
+        A source whose handshake failed on every rank is not contacted again for this, unless another request has loaded from it.
         """
-        if not self.waiting.has_source(source) and not is_unmet:
+        if self.waiting.has_source(source):
+            if not is_unmet:
+                self._put_off.add(source)
+        elif not is_unmet or source in self._put_off:
+            self._put_off.discard(source)
             self.known.add_released(source)
             yield Release(*source)
 

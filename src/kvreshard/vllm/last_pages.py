@@ -45,10 +45,9 @@ class LastPages:
         """Take a reference to the pages that have been allocated by now."""
         if self.manager is None:
             return
+        self.let_go()
         for request_id, places in self._expected.items():
             blocks, held = self.manager.get_blocks(request_id).blocks, self._held.setdefault(request_id, {})
-            if not any(blocks):
-                self._free([held.pop(place) for place in list(held)])
             for place in places:
                 group, page = place
                 of_group = blocks[group.index]
@@ -56,6 +55,13 @@ class LastPages:
                     self._free([held.pop(place)] if place in held else [])
                     self.manager.block_pool.touch([of_group[page]])
                     held[place] = of_group[page]
+
+    def let_go(self) -> None:
+        """Give the pages of requests back that have lost their blocks."""
+        for request_id in self._expected:
+            held = self._held.get(request_id)
+            if held and self.manager is not None and not any(self.manager.get_blocks(request_id).blocks):
+                self._free([held.pop(place) for place in list(held)])
 
     def restore(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The block lists of a finished prefill with the held pages, where the pages behind them are still there."""

@@ -2,7 +2,7 @@
 
 1. A request that is computed here, in part or whole, is counted by its cause, and the log has a line of it (`computed`, `partial`).
 2. `add`: ranks report why their part of a load failed, in whatever step. `end`: every rank has ended the request. Its causes become one line,
-   with the ranks of each. A request that was cancelled gets none.
+   with the ranks of each. A request that was aborted gets none.
 3. `cannot_read`: a handshake failed, so that requests wait for nothing.
 
 Lines that differ only in their request are summed up (`Repeats`).
@@ -16,7 +16,7 @@ from typing import Any
 
 from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.model.text import plain
-from kvreshard.session.commands import Failure, RemoteEngine
+from kvreshard.session.commands import FOR_OTHERS, Failure, RemoteEngine
 
 logger = get_logger(__name__)
 
@@ -120,7 +120,7 @@ class OutcomeLog:
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, failure in sorted(self._failed.pop(request_id, {}).items()):
             ranks.setdefault((failure.kind, failure.text), []).append(rank)
-        causes = [(kind, text) for kind, text in ranks if kind != "cancelled"]
+        causes = [(kind, text) for kind, text in ranks if kind != "cancelled" or text == FOR_OTHERS]
         if not causes:
             return
         kind = causes[0][0]

@@ -36,7 +36,7 @@ from kvreshard.session.lease import Lease
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.early_prefills import EarlyPrefills
-from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.leases import Leases, is_choice
 from kvreshard.vllm.page_list import write_pages
@@ -50,6 +50,19 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TRUNCATED = "_p_side_truncated"
+
+# Cause for which a request is not published -> why.
+UNPUBLISHED = {
+    "answer": (
+        "its answer is not published for the next turn, since the next step or a draft has taken its state or ring further; decode engines of "
+        "such models publish every answer with --no-async-scheduling and without speculation"
+    ),
+    "prefill": (
+        "its cache is not published, since a step behind its prompt has taken its state or ring further, and the decode engine computes it; "
+        "a router asks for a prefill with max_tokens=1"
+    ),
+    "pages": "its cache is not published, since vLLM has freed pages between those that a reader needs; the next engine computes it",
+}
 
 
 class Producer:
@@ -73,7 +86,7 @@ class Producer:
         self.leases = Leases(num_slots)
         # Answers that prefill engines may read, in the order in which they were published.
         self.answers: dict[str, None] = {}
-        self._has_logged_beyond = False
+        self._logged_causes: set[str] = set()
         self.last_pages = LastPages(config.groups)
         self._holds_last_pages = config.num_backoff_tokens < MIN_COMPUTED_TOKENS
         self.address: Address | None = None
@@ -113,7 +126,7 @@ class Producer:
             is not None  # vLLM ends where their number differs (`length_from_prompt_token_ids_or_embeds`)
         ):
             return
-        del request.prompt_token_ids[-backoff:]
+        request.prompt_token_ids = request.prompt_token_ids[:-backoff]  # choices of one request may share the list
         del request._all_token_ids[-backoff:]
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
@@ -180,8 +193,8 @@ class Producer:
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_tokens = count_settled(request) - (self._config.num_draft_tokens if is_answer else 0)
         is_beyond = good and self._is_beyond(request, num_tokens)
-        if is_beyond and is_answer:
-            self._log_beyond(request.request_id)
+        if is_beyond:
+            self._log_unpublished(request.request_id, "answer" if is_answer else "prefill")
         if not good or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
             return None, Revoke(lease)
@@ -228,22 +241,27 @@ class Producer:
         has_gone_on = bool(in_place) and num_tokens < request.num_computed_tokens
         return has_gone_on or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
 
-    def _log_beyond(self, request_id: str) -> None:
-        """Log once why answers like this one are not published."""
-        if not self._has_logged_beyond:
-            self._has_logged_beyond = True
+    def _log_unpublished(self, request_id: str, cause: str) -> None:
+        """Log once per cause why requests like this one are not published."""
+        if cause not in self._logged_causes:
+            self._logged_causes.add(cause)
             logger.warning(
-                "request %s: its answer is not published for the next turn, since the next step or a draft has taken its state or ring "
-                "further; decode engines of such models publish every answer with --no-async-scheduling and without speculation",
+                "request %s: %s",
                 request_id,
-                extra=fields("answer_not_published", request_id=request_id),
+                UNPUBLISHED[cause],
+                extra=fields("not_published", request_id=request_id, cause=cause),
             )
 
     def describe(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int, lease: Lease
     ) -> RemotePrefill | None:
-        """The first `num_tokens` tokens of a finished request, as a reader needs them; None as long as this engine does not listen."""
+        """The first `num_tokens` tokens of a finished request, as a reader needs them; None as long as this engine does not listen, or where
+        vLLM has freed pages between others, as R-SWA does.
+        """
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
+        if any(NULL_BLOCK in ids for _, ids in pages):
+            self._log_unpublished(request.request_id, "pages")
+            return None
         return self._describe(request, pages, num_tokens, lease)
 
     def _describe_early(self, request: Request, lease: Lease) -> RemotePrefill | None:

@@ -13,7 +13,7 @@ both have settled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,13 +42,14 @@ class Quarantine:
         """Blocks that are held."""
         return len(self._references)
 
-    def bind(self, manager: KVCacheManager) -> None:
-        """Hold blocks of vLLM's manager, and let it reset its prefix cache beside them."""
+    def bind(self, manager: KVCacheManager, before_reset: Callable[[], None] = lambda: None) -> None:
+        """Hold blocks of vLLM's manager, and let it reset its prefix cache beside them. `before_reset`: gives back what is held in vain."""
         self._manager = manager
         pool = manager.block_pool
         reset = pool.reset_prefix_cache
 
         def reset_beside_quarantine() -> bool:
+            before_reset()
             num_blocks = self._count_held_alone()
             pool.num_gpu_blocks -= num_blocks
             try:

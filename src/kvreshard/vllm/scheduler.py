@@ -155,7 +155,9 @@ class SchedulerSide:
             # A client may send anything under this name in `vllm_xargs`, and vLLM takes it for a map (0.32.0).
             self._log.ignored(request.request_id, request.kv_transfer_params)
             request.kv_transfer_params = None
-        params = request.kv_transfer_params or {}
+        # Its own: in an engine without a process of its own, choices of one request share the map (`ParentRequest`).
+        params = dict(request.kv_transfer_params or {})
+        request.kv_transfer_params = params or request.kv_transfer_params
         self._alive.add(request.request_id)
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
@@ -320,7 +322,7 @@ class SchedulerSide:
             manager.block_pool.num_gpu_blocks * self._options.early_reads_share
         )
         self._producer.last_pages.manager = manager
-        self._quarantine.bind(manager)
+        self._quarantine.bind(manager, self._producer.last_pages.let_go)  # a forced reset preempts all that runs
 
     def close(self) -> None:
         """Stop listening, and asking others."""

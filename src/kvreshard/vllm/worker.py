@@ -169,8 +169,8 @@ class WorkerSide:
     def restore(self) -> None:
         """The caches have memory again, at the same addresses: begin another session and another agent."""
         if self._is_asleep:
-            self._is_asleep = False
             self.register(self._kv_caches)
+            self._is_asleep = False  # not before: where it fails, vLLM may be asked to wake up once more
 
     def begin_step(self, metadata: ReshardMetadata) -> None:
         """Before a step is computed: take leases and end others, whose pages it may overwrite, and note what it computes for readers."""

@@ -490,3 +490,17 @@ def test_a_source_cannot_make_a_reader_keep_pages_without_end(
     _, failed, _ = collect(followed.world.dst)
     assert failed["d"].kind == "prefill"
     assert told in failed["d"].text
+
+
+def test_a_request_of_the_same_name_under_the_same_id_is_not_taken_for_the_former() -> None:
+    """It may have another prompt, and a reader that has not heard of the end would go on with it."""
+    followed = Followed()
+    followed.order()
+    followed.compute()
+    followed.go(6)
+    first = followed.prefill
+    first.take_back()
+    followed.shown.end(TRANSFER, "r", "it was aborted")
+    assert not followed.shown.hear(TRANSFER, "r")
+    followed.go(30)
+    assert followed.end() == (set(), {"d": "prefill"})

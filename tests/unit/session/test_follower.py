@@ -10,8 +10,17 @@ from tests.ports import free_ports
 from tests.unit.session.world import KEY, make_world
 
 from kvreshard.session import follower as followers
+from kvreshard.session import handshake_messages
 from kvreshard.session.follower import Follower
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_TRANSFERS,
+    Address,
+    HandshakeError,
+    Known,
+    count_fitting,
+    transfers_request,
+)
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.statement import Answer, Statement
@@ -100,7 +109,7 @@ def test_one_question_is_held_of_each_reader(
 def test_more_than_one_question_has_room_for_take_turns(
     shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followers, "MAX_TRANSFERS", 4)
+    monkeypatch.setattr(handshake_messages, "MAX_TRANSFERS", 4)
     for number in range(10):
         begin(shown, server, f"x{number}")
         follower.follow(f"r{number}", server.address, Known(f"x{number}"))
@@ -156,3 +165,23 @@ def test_who_cannot_be_asked_is_asked_again_only_after_a_while() -> None:
     follower.close()
     assert errors == 1
     assert wait_s <= followers.RETRY_S
+
+
+@pytest.mark.parametrize(("length", "num_groups"), [(36, 32), (200, 1), (256, 6), (256, 256)])
+def test_a_question_has_room_for_what_is_asked(length: int, num_groups: int) -> None:
+    groups = {f"group.{number}": 60_000 for number in range(num_groups)}
+    wanted = [Known(f"{i:04d}".ljust(length, "x"), 2**63 - 1, groups, lead_s=0.5) for i in range(300)]
+    number = count_fitting(wanted)
+    assert 1 <= number <= MAX_TRANSFERS
+    assert len(transfers_request("e" * 256, 0, wanted[:number], "a" * 32)) <= MAX_MESSAGE_BYTES
+
+
+def test_long_names_beside_it_keep_nobody_from_an_answer(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower
+) -> None:
+    for i in range(240):
+        follower.follow(f"h{i}", server.address, Known(f"{i:04d}".ljust(256, "x")))
+    begin(shown, server, "honest")
+    follower.follow("honest", server.address, Known("honest"))
+    taken = until(follower, lambda taken: any(name == "honest" for name, _ in taken), 30.0)
+    assert all(isinstance(answer, Answer) for _, answer in taken)

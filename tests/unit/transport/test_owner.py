@@ -500,3 +500,20 @@ def test_a_process_that_was_stopped_is_not_stuck() -> None:
         waited = [watchdog.stuck() for _ in range(2 * seconds) if (now_s.append(now_s.pop() + 1.0)) is None]
         assert waited.index(next(filter(None, waited))) == seconds
         watchdog.end()
+
+
+def test_a_torn_transfer_whose_peer_stays_connected_does_not_settle(
+    owner: Owner, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pieces of its slice may still land."""
+
+    def refuse(name: str) -> None:
+        raise TransportError("the peer was not disconnected")
+
+    monkeypatch.setattr(agent, "remove_peer", refuse)
+    sliced = make_sliced(1)
+    owner.post(sliced)
+    until(lambda: agent.num_posted == 1)
+    agent.fail(0)
+    turns(owner, 10)
+    assert sliced.transfer.state is TransferState.PENDING

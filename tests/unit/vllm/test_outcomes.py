@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvreshard.model.logs import FIRST_LINES
-from kvreshard.session.commands import Failure, RemoteEngine
+from kvreshard.session.commands import FOR_OTHERS, Failure, RemoteEngine
 from kvreshard.session.handshake_messages import Address
 from kvreshard.vllm.outcomes import OutcomeLog
 
@@ -94,3 +94,14 @@ def test_an_engine_that_fails_every_load_does_not_fill_the_log(
         failures.cannot_read(REMOTE, Failure("handshake", f"no answer within {number} s"))
     assert len(lines(caplog)) == 2 * FIRST_LINES
     assert lines(caplog)[1] == "cannot read from engine prefill-0 at 10.0.0.1:5600 (handshake): no answer within 0 s"
+
+
+def test_a_load_that_gave_its_blocks_to_others_has_a_line_and_an_aborted_one_none(
+    failures: OutcomeLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures.add({"r": {0: CANCELLED}, "other": {0: Failure("cancelled", FOR_OTHERS)}})
+    failures.end("r", REMOTE, is_aborted=True)
+    failures.end("other", REMOTE)
+    (line,) = lines(caplog)
+    assert "request other was not loaded from" in line
+    assert FOR_OTHERS in line
