@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 from bench.arena import Arena
 from bench.compare import compare
@@ -48,10 +49,7 @@ def _case(model: str, src: str, dst: str, order: str, table: str, full: bool) ->
             wanted = request(arena.src, arena.dst, num_tokens, table)
             arena.fill(wanted)
             arena.wipe(wanted)
-
-            def work(mover=mover, route=route, wanted=wanted, dst=arena.dst) -> None:  # type: ignore[no-untyped-def]
-                pull(mover, route, wanted, dst)
-
+            work = partial(pull, mover, route, wanted, arena.dst)
             work()
             arena.check_arrived(route, wanted)
             plan = plan_reads(route, wanted, mover.staging.half_bytes)

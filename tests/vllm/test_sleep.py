@@ -171,17 +171,19 @@ def test_the_listener_hands_out_the_latest_metadata() -> None:
 
 
 def test_a_rank_that_could_not_wake_up_may_be_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, calls = WorkerSide(None, None, "d", read_options({})), []  # type: ignore[arg-type]
+    worker, calls, closed = WorkerSide(None, None, "d", read_options({})), [], []
     worker._is_asleep = True
 
     def register(kv_caches: object) -> None:
         calls.append(kv_caches)
         if len(calls) == 1:
+            worker._transport = SimpleNamespace(close=lambda: closed.append(True))
             raise RuntimeError("out of memory")
 
     monkeypatch.setattr(worker, "register", register)
     with pytest.raises(RuntimeError):
         worker.restore()
+    assert (closed, worker._transport) == ([True], None)  # or each attempt would leave an agent behind
     worker.submit(ReshardMetadata([Acquire(Lease("r", 0, 1))]))
     assert len(worker._commands) == 1  # kept for then
     worker.restore()

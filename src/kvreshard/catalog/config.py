@@ -34,9 +34,9 @@ SPEAKING = "thinker_config"
 # Types whose language model is an object inside another.
 INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
 # Files of these keep the fields of the language model beside those of the encoder, and transformers makes its text configuration of them.
-NO_TEXT = {
-    "model_type": "give a text; is this the config.json of a model? A layout file goes to `kvreshard plan` without --model"
-}
+NO_MODEL_TYPE = (
+    "give a text; is this the config.json of a model? A layout file goes to `kvreshard plan` without --model"
+)
 FLAT: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -78,7 +78,7 @@ class Config:
 
     @property
     def model_type(self) -> str:
-        return self.text("model_type")
+        return self.text("model_type", NO_MODEL_TYPE)
 
     def has(self, name: str) -> bool:
         return self._value(name) is not None
@@ -154,12 +154,10 @@ class Config:
             raise self.error(name, f"is {_shown(value)}", "give true or false")
         return value
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, remedy: str = "give a text") -> str:
         value = self.fields.get(name)
         if not isinstance(value, str) or not value:
-            raise self.error(
-                name, "is missing" if value is None else f"is {_shown(value)}", NO_TEXT.get(name, "give a text")
-            )
+            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", remedy)
         return value
 
     def entries(self, name: str, length: int, allowed: Mapping[str, str]) -> tuple[str, ...]:

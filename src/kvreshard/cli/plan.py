@@ -27,6 +27,7 @@ from rich.console import Console
 from kvreshard.catalog import EngineSpec
 from kvreshard.cli.cells import name_copy
 from kvreshard.cli.inputs import (
+    SIDES,
     AsJson,
     CostModelFile,
     Draft,
@@ -139,19 +140,13 @@ def plan(
         write_json(plan_document(explain(routes), pair, priced))
     else:
         note = ""
-        if (
-            priced is not None
-            and request is not None
-            and tables is None
-            and prefill
-            and decode
-            and prefill.order is decode.order is None
-        ):
+        engines = [engine for engine in (prefill, decode) if engine is not None and engine.order is None]
+        if priced is not None and request is not None and tables is None and len(engines) == len(SIDES):
             num_tokens = max(table.num_tokens for table in request.dst_tables.values())
 
             def in_order(order: str) -> tuple[Pair, Priced]:
-                engines = [replace(engine, order=order) for engine in (prefill, decode)]
-                other = read_pair(model, engines, pages=pages, draft=draft, num_tokens=most)
+                ordered = [replace(engine, order=order) for engine in engines]
+                other = read_pair(model, ordered, pages=pages, draft=draft, num_tokens=most)
                 found = compile_routes(other.prefill, other.decode, rank, cost=cost, way=way)
                 made = plain_request(other.prefill, other.decode, num_tokens, hit)
                 return other, Priced(what, tuple(count_totals(found, made, cost)))

@@ -95,6 +95,7 @@ class WorkerSide:
         transport = NixlTransport(
             f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=self._enter_devices
         )
+        self._transport = transport
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
@@ -117,7 +118,7 @@ class WorkerSide:
         if buffer is not None:
             regions.append(MemoryRegion(buffer.data_ptr(), buffer.nbytes, str(buffer.device)))
         transport.register(regions)
-        self._transport, self._endpoint = transport, endpoint
+        self._endpoint = endpoint
         self.part = RankPart(
             wire.encode(part),
             RankMetadata(
@@ -167,10 +168,18 @@ class WorkerSide:
         )
 
     def restore(self) -> None:
-        """The caches have memory again, at the same addresses: begin another session and another agent."""
+        """The caches have memory again, at the same addresses: begin another session and another agent.
+
+        Where that fails the rank sleeps on, with nothing begun, and may be woken again.
+        """
         if self._is_asleep:
-            self.register(self._kv_caches)
-            self._is_asleep = False  # not before: where it fails, vLLM may be asked to wake up once more
+            try:
+                self.register(self._kv_caches)
+            except BaseException:
+                self.close()
+                self._endpoint = self._transport = self._buffer = self.part = None
+                raise
+            self._is_asleep = False
 
     def begin_step(self, metadata: ReshardMetadata) -> None:
         """Before a step is computed: take leases and end others, whose pages it may overwrite, and note what it computes for readers."""
