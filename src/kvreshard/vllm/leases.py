@@ -14,7 +14,7 @@ import hashlib
 import re
 import secrets
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.text import MAX_NAME, is_name, plain
@@ -103,7 +103,7 @@ class Leases:
             self._by_parent[parent] = _Shared(request, _cut(prompt, num_tokens), dict(params))
 
     def find_shared(self, request: str, prompt: Prompt, num_tokens: int) -> dict[str, Any] | None:
-        """The parameters of another choice that has computed the same tokens, multimodal items and adapter."""
+        """The parameters of another choice that has computed the same tokens of an equal prompt."""
         parent = _parent(request)
         shared = None if parent is None else self._by_parent.get(parent)
         return dict(shared.params) if shared is not None and shared.prompt == _cut(prompt, num_tokens) else None
@@ -162,4 +162,4 @@ def _parent(request: str) -> str | None:
 
 
 def _cut(prompt: Prompt, num_tokens: int) -> Prompt:
-    return Prompt(tuple(prompt.token_ids[:num_tokens]), prompt.items, prompt.adapter)
+    return replace(prompt, token_ids=tuple(prompt.token_ids[:num_tokens]))

@@ -1,23 +1,27 @@
 """Leases of a prefill engine: slots and names, and which choices of a request share one."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvreshard.model.text import is_name
 from kvreshard.vllm.leases import Leases
 from kvreshard.vllm.prompt import Prompt
 
-PROMPT = Prompt(list(range(10)), ((2, "picture"),), "adapter")
+PROMPT = Prompt(list(range(10)), ((2, "picture"),), "adapter", "embeds", "salt")
 
 
 @pytest.mark.parametrize(
     ("name", "prompt", "num_tokens", "is_shared"),
     [
         ("1_p", PROMPT, 9, True),
-        ("1_p", Prompt([*range(9), 7], PROMPT.items, PROMPT.adapter), 9, True),
+        ("1_p", replace(PROMPT, token_ids=[*range(9), 7]), 9, True),
         ("1_p", PROMPT, 8, False),
-        ("1_p", Prompt([*range(8), 7], PROMPT.items, PROMPT.adapter), 9, False),
-        ("1_p", Prompt(PROMPT.token_ids, (), PROMPT.adapter), 9, False),
-        ("1_p", Prompt(PROMPT.token_ids, PROMPT.items), 9, False),
+        ("1_p", replace(PROMPT, token_ids=[*range(8), 7]), 9, False),
+        ("1_p", replace(PROMPT, items=()), 9, False),
+        ("1_p", replace(PROMPT, adapter=""), 9, False),
+        ("1_p", replace(PROMPT, embeds=""), 9, False),
+        ("1_p", replace(PROMPT, salt="of another tenant"), 9, False),
         ("1_q", PROMPT, 9, False),
         ("p", PROMPT, 9, False),
     ],
