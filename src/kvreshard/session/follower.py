@@ -118,7 +118,9 @@ class Follower:
             for name, known in source.asked:
                 del source.wanted[name]
                 source.wanted[name] = known
-        message = transfers_request(self._engine, self._rank, [known for _, known in source.asked], self._name)
+        # A listener that is known by two addresses holds a question of each.
+        asker = f"{self._name} {address}"
+        message = transfers_request(self._engine, self._rank, [known for _, known in source.asked], asker)
         reply = source.reply = self._client.ask(address, message, QUESTION_S, MAX_STATEMENT_BYTES, self._keys)
 
         def answered(reply: Future[bytes]) -> None:

@@ -106,6 +106,21 @@ def test_one_question_is_held_of_each_reader(
     assert {name for name, _ in taken} == {f"r{number}" for number in range(60)}
 
 
+def test_a_source_that_is_named_at_two_addresses_answers_at_both(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower
+) -> None:
+    for name, host in (("a", "127.0.0.1"), ("b", "localhost")):
+        follower.follow(name, Address(host, server.address.port), Known(f"x-{name}", is_heard=True))
+        follower.ask()
+        time.sleep(0.3)  # the question is held
+    began_s = time.monotonic()
+    for name in ("a", "b"):
+        begin(shown, server, f"x-{name}")
+    taken = until(follower, lambda taken: len(taken) >= 2)
+    assert time.monotonic() - began_s < 2.0  # not only when it is asked again, since nobody has answered
+    assert {name for name, _ in taken} == {"a", "b"}
+
+
 def test_more_than_one_question_has_room_for_take_turns(
     shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
