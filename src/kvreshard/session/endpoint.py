@@ -181,6 +181,11 @@ class Endpoint:
                 f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay, so restart "
                 "the engine"
             )
+        with contextlib.suppress(queue.Empty):  # the thread has not got to these, and their requests have leases too
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, Acquire | Publish):
+                    self._execute(command, self._clock())
         self._own.book.revoke_all()
         self._results.free(self._own.book.take_finished())
         self._results.give_up(Failure("cancelled", "the engine is put to sleep"))

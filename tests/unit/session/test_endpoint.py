@@ -416,6 +416,15 @@ def test_before_the_memory_goes_loads_have_failed_and_every_word_is_cleared(worl
     assert world.words() == {0}
 
 
+def test_leases_end_before_the_memory_goes_though_the_session_has_not_heard_of_them(world: World) -> None:
+    """Else the engine would wait for ever for the end of a request that it published a moment before."""
+    world.acquire_and_publish("published")
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Acquire(Lease("computing", SLOT + 1, WORD)))
+        assert endpoint.end().freed == {"published": "revoked"}
+    assert world.words() == {table[SLOT + 1] for table in world.src.tables.values()} == {0}
+
+
 def test_a_session_that_is_busy_does_not_give_its_memory_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, is_over = world.dst.endpoints[0], threading.Event()
     monkeypatch.setattr("kvreshard.session.endpoint.END_S", 0.05)
