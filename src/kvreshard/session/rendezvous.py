@@ -71,6 +71,7 @@ class Rendezvous:
             is_free = known is None or known.ended is not None
             prefill = self._prefills[transfer] = _Prefill(owner)
             self._ended.pop(transfer, None)
+            self.has_changed = True
             if not is_free:
                 self._end(transfer, prefill, "two requests were sent to prefill under this transfer_id")
             return is_free

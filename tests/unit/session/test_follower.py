@@ -88,6 +88,22 @@ def test_what_is_new_is_told_at_once(shown: Rendezvous, server: HandshakeServer,
     assert len(follower) == 0
 
 
+def test_who_waits_for_a_request_is_told_when_it_has_come(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower
+) -> None:
+    """Its reader may not wait as long as a listener holds a question (`transfer_wait_s`)."""
+    follower.follow("r", server.address, Known("x"))
+    follower.ask()
+    time.sleep(0.2)
+    assert follower.take() == []
+    began_s = time.monotonic()
+    shown.hear("x", "x")
+    if shown.has_changed:  # as the engine's thread does after each step
+        server.wake()
+    assert until(follower, bool) == [("r", Answer("heard"))]
+    assert time.monotonic() - began_s < 2.0
+
+
 def test_one_question_is_held_of_each_reader(
     shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
