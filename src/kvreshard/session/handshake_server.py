@@ -61,8 +61,9 @@ UNITS_PER_S = 2000.0
 BURST = 4000.0
 BYTES_PER_UNIT = 128 * 1024
 MAX_COMPLAINTS = 1000
-# A question for transfers is held so long, below `Bounds.max_visit_s`, and so many at a time: the other connections are for handshakes.
-HOLD_S = 5.0
+# A question for transfers is held so long, below `Bounds.max_visit_s` and `exchange.ASK_AGAIN_S`, and so many at a time: the other connections are
+# for handshakes.
+HOLD_S = 4.0
 MAX_HELD = 384
 DOMAIN = "kvreshard"
 

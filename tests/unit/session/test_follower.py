@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.ports import free_ports
 from tests.unit.session.world import KEY, make_world
 
+from kvreshard.session import exchange, handshake_messages, handshake_server
 from kvreshard.session import follower as followers
-from kvreshard.session import handshake_messages
 from kvreshard.session.follower import Follower
 from kvreshard.session.handshake_messages import (
     MAX_MESSAGE_BYTES,
@@ -102,6 +102,24 @@ def test_who_waits_for_a_request_is_told_when_it_has_come(
         server.wake()
     assert until(follower, bool) == [("r", Answer("heard"))]
     assert time.monotonic() - began_s < 2.0
+
+
+def test_a_question_of_which_nothing_is_new_is_answered_before_it_is_asked_again(
+    shown: Rendezvous, server: HandshakeServer, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, asked = server._answer, list[float]()
+
+    def count(frames: Sequence[bytes], now_s: float) -> int:
+        asked.append(now_s)
+        return answer(frames, now_s)
+
+    monkeypatch.setattr(server, "_answer", count)
+    for module, name in ((handshake_server, "HOLD_S"), (exchange, "ASK_AGAIN_S")):
+        monkeypatch.setattr(module, name, getattr(module, name) / 5)
+    shown.hear("x", "x")
+    follower.follow("r", server.address, Known("x", is_heard=True))
+    assert until(follower, bool) == [("r", Answer("heard"))]
+    assert len(asked) == 1
 
 
 def test_one_question_is_held_of_each_reader(
