@@ -94,7 +94,7 @@ class Question:
     """A handshake message for a listener, and the future of its answer.
 
     `timeout_s` ends at `deadline_s` of `time.monotonic`; `max_bytes` bounds the answer. `is_connected`: the other side has shown that it is a
-    listener. `task`: asks it at present, since `began_s`.
+    listener. `task`: asks it at present, since `began_s`. `server_key`: the trusted key that is tried first; in the end the listener's.
     """
 
     address: Address
@@ -107,6 +107,7 @@ class Question:
     answer: Future[bytes] = field(default_factory=Future)
     task: asyncio.Task[None] | None = None
     began_s: float = 0.0
+    server_key: bytes | None = None
 
     async def ask(self, context: zmq.asyncio.Context) -> bytes:
         """The answer. Raises HandshakeError naming the address, the reason and the remedy."""
@@ -114,10 +115,11 @@ class Question:
         server_keys = self.keys.trusted if self.keys else (None,)
         wait_s = ASK_AGAIN_S
         found = await self._look_up()
-        candidates = itertools.cycle(server_keys)
-        server_key = next(candidates)
+        first = server_keys.index(self.server_key) if self.server_key in server_keys else 0
+        candidates = itertools.cycle(server_keys[first:] + server_keys[:first])
+        self.server_key = next(candidates)
         while self._left_s() > 0:
-            answer = await self._ask_once(context, found, min(self._left_s(), wait_s), server_key)
+            answer = await self._ask_once(context, found, min(self._left_s(), wait_s))
             if isinstance(answer, bytes):
                 return answer
             misses.append(answer)
@@ -127,7 +129,7 @@ class Question:
             if answer == "silent":
                 wait_s *= 2  # an answer that takes longer must not be begun again and again
             elif answer == "foreign":
-                server_key = next(candidates)
+                self.server_key = next(candidates)
             elif answer in ("lost", "mute"):
                 await asyncio.sleep(min(PAUSE_S, max(0.0, self._left_s())))
         raise HandshakeError(self._explain(misses[-1] if misses else "absent"))
@@ -145,17 +147,15 @@ class Question:
                 "side_channel_host that this host can resolve, or a number"
             ) from error
 
-    async def _ask_once(
-        self, context: zmq.asyncio.Context, address: Address, timeout_s: float, server_key: bytes | None
-    ) -> bytes | Miss:
+    async def _ask_once(self, context: zmq.asyncio.Context, address: Address, timeout_s: float) -> bytes | Miss:
         started_s = time.monotonic()
         try:
             with context.socket(zmq.DEALER) as dealer:
                 dealer.setsockopt(zmq.LINGER, 0)
                 dealer.setsockopt(zmq.MAXMSGSIZE, self.max_bytes)
                 dealer.setsockopt(zmq.IPV6, int(":" in address.host))
-                if self.keys is not None and server_key is not None:
-                    dealer.curve_serverkey, dealer.curve_publickey = server_key, self.keys.public
+                if self.keys is not None and self.server_key is not None:
+                    dealer.curve_serverkey, dealer.curve_publickey = self.server_key, self.keys.public
                     dealer.curve_secretkey = self.keys.secret
                 monitor = open_monitor(context, dealer, _WATCHED)
                 try:

@@ -53,6 +53,8 @@ class HandshakeClient:
         self._next: OrderedDict[Address, None] = OrderedDict()
         # In the order in which they were begun.
         self._asking: dict[Address, Question] = {}
+        # Keys of listeners that have answered: each question that tries another one first is a refusal in that engine's log.
+        self._server_keys: dict[Address, bytes] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -137,13 +139,15 @@ class HandshakeClient:
             del self._next[address]
             self._waiting[address].popleft()
             self._asking[address] = pending
-            pending.began_s = now_s
+            pending.began_s, pending.server_key = now_s, self._server_keys.get(address)
             pending.task = asyncio.get_running_loop().create_task(self._ask(pending))
 
     async def _ask(self, pending: Question) -> None:
         outcome: bytes | Exception
         try:
             outcome = await pending.ask(self._context)
+            if pending.server_key is not None:
+                self._server_keys[pending.address] = pending.server_key
         except Exception as error:  # noqa: BLE001  it belongs to whoever asked
             outcome = error
         pending.task = None

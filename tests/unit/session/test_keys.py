@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +19,8 @@ from tests.pairs.small import engine
 from kvreshard.model import KvReshardError
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.exchange import read_mechanism
-from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
-from kvreshard.session.handshake_messages import Address, HandshakeError
+from kvreshard.session.handshake_client import HandshakeClient, fetch_engine_metadata, send_outcome
+from kvreshard.session.handshake_messages import Address, HandshakeError, metadata_request
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 
@@ -68,6 +70,20 @@ def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:
         listener.close()
 
 
+def test_the_key_of_an_engine_that_has_answered_is_tried_first(tmp_path: Path) -> None:
+    """Each that is tried before it is a peer that could not connect, in that engine's log."""
+    for name in ("p", "d", "one", "two"):
+        write_keys(tmp_path, name)
+    listener = HandshakeServer(LOCAL, engine_metadata(), keys=own_keys(tmp_path, "p", "d"))
+    keys, refused = own_keys(tmp_path, "d", "one", "two", "p"), list[int]()
+    with contextlib.closing(HandshakeClient()) as client, contextlib.closing(listener):
+        for _ in range(3):
+            client.ask(listener.address, metadata_request("decode", 0), PATIENCE_S, 1 << 20, keys).result()
+            time.sleep(0.1)  # the listener sees refusals in its monitor
+            refused.append(sum(listener._complaints.values()))
+    assert 0 < refused[0] == refused[1] == refused[2]
+
+
 def test_a_stranger_is_refused_at_once_and_both_sides_say_why(
     listener: HandshakeServer, room: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,9 +129,9 @@ def test_a_greeting_tells_whether_keys_are_wanted(listener: HandshakeServer) -> 
     assert read_mechanism(address, PATIENCE_S) is None
 
 
-@pytest.mark.parametrize("time", range(5))
+@pytest.mark.parametrize("attempt", range(5))
 def test_keys_on_one_side_only_are_told_whoever_hangs_up_first(
-    listener: HandshakeServer, room: Keys, time: int
+    listener: HandshakeServer, room: Keys, attempt: int
 ) -> None:
     test_keys_on_one_side_only_are_told_at_once(listener, room)
 
