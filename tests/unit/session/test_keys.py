@@ -70,6 +70,31 @@ def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:
         listener.close()
 
 
+def test_a_connection_that_is_lost_says_nothing_of_keys(listener: HandshakeServer, room: Keys) -> None:
+    """Whoever is hung up on asks again, and then it is the right key."""
+    with socket.create_server(("127.0.0.1", 0)) as gate, ExitStack() as opened:
+
+        def forward() -> None:
+            gate.accept()[0].close()
+            for _ in range(2):  # for a look at the greeting, and for the question
+                ends = gate.accept()[0], socket.create_connection(("127.0.0.1", listener.address.port))
+                for here, there in (ends, ends[::-1]):
+                    opened.enter_context(here)
+                    threading.Thread(target=pump, args=(here, there), daemon=True).start()
+
+        threading.Thread(target=forward, daemon=True).start()
+        address = Address("127.0.0.1", gate.getsockname()[1])
+        assert fetch_engine_metadata(address, "decode", 0, PATIENCE_S, room) == engine_metadata()
+
+
+def pump(here: socket.socket, there: socket.socket) -> None:
+    """All that comes, until the end."""
+    with contextlib.suppress(OSError):
+        while content := here.recv(1 << 16):
+            there.sendall(content)
+        there.shutdown(socket.SHUT_WR)
+
+
 def test_the_key_of_an_engine_that_has_answered_is_tried_first(tmp_path: Path) -> None:
     """Each that is tried before it is a peer that could not connect, in that engine's log."""
     for name in ("p", "d", "one", "two"):
