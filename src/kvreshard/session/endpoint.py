@@ -155,6 +155,8 @@ class Endpoint:
         self._results.note_stuck("session", stuck)
         if self._stopping:  # an engine that could not be put to sleep goes on, without this rank's session
             self._results.give_up(self._ended())
+            if self._thread is not None and not self._thread.is_alive():
+                self._end_leases()
         return self._results.take(patience_s)
 
     def wake(self) -> None:
@@ -181,18 +183,18 @@ class Endpoint:
                 f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay, so restart "
                 "the engine"
             )
-        with contextlib.suppress(queue.Empty):  # the thread has not got to these, and their requests have leases too
-            while True:
-                command = self._commands.get_nowait()
-                if isinstance(command, Acquire | Publish):
-                    self._execute(command, self._clock())
-        self._own.book.revoke_all()
-        self._results.free(self._own.book.take_finished())
+        self._end_leases()
         self._results.give_up(Failure("cancelled", "the engine is put to sleep"))
         self._results.note_peers(0)
         for thread in ("session", "transport"):
             self._results.note_stuck(thread, None)
         return self._results.take(0.0)
+
+    def _end_leases(self) -> None:
+        """End all leases, also those of which the thread, which has ended, has not heard."""
+        self._execute_commands(self._clock())
+        self._own.book.revoke_all()
+        self._results.free(self._own.book.take_finished())
 
     def _ended(self, *, is_quarantined: bool = False) -> Failure:
         return Failure("fault", f"the session of rank {self._rank} has ended; restart the engine", is_quarantined)
@@ -252,10 +254,11 @@ class Endpoint:
 
     def _execute_commands(self, now_s: float) -> None:
         with contextlib.suppress(queue.Empty):
-            while not self._stopping:
+            while True:
                 command = self._commands.get_nowait()
                 try:
-                    self._execute(command, now_s)
+                    if not self._stopping or isinstance(command, Acquire | Publish):
+                        self._execute(command, now_s)
                 except Exception as error:  # the others must be executed
                     logger.exception("%s", command, extra=fields("internal_error"))
                     if isinstance(command, Load):

@@ -425,6 +425,29 @@ def test_leases_end_before_the_memory_goes_though_the_session_has_not_heard_of_t
     assert world.words() == {table[SLOT + 1] for table in world.src.tables.values()} == {0}
 
 
+def test_requests_that_are_published_after_a_session_has_ended_are_freed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that could not be put to sleep goes on: it must not keep the blocks of each further prefill."""
+    endpoint, is_over = world.src.endpoints[0], threading.Event()
+    world.acquire_and_publish("before")
+    world.src.turn()
+    monkeypatch.setattr("kvreshard.session.endpoint.END_S", 0.05)
+    monkeypatch.setattr(endpoint, "_turn", lambda: is_over.wait(PATIENCE_S) or 1.0)
+    endpoint.start()
+    with pytest.raises(KvReshardError, match="memory of the caches must stay"):
+        endpoint.end()
+    assert endpoint.collect().freed == {}
+    is_over.set()
+    assert endpoint._thread is not None
+    endpoint._thread.join(PATIENCE_S)
+    assert endpoint.collect().freed == {"before": "revoked"}
+    for command in (Acquire(Lease("later", SLOT + 1, WORD)), Publish("later", 30.0)):
+        endpoint.submit(command)
+    assert endpoint.collect().freed == {"later": "revoked"}
+    assert world.src.tables[0][SLOT + 1] == FREE
+
+
 def test_a_session_that_is_busy_does_not_give_its_memory_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, is_over = world.dst.endpoints[0], threading.Event()
     monkeypatch.setattr("kvreshard.session.endpoint.END_S", 0.05)
