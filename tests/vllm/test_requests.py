@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.vllm.schedulers import (
+    FULL,
     TOKENS,
     Decode,
     blocks,
@@ -23,6 +23,7 @@ from tests.vllm.schedulers import (
     state,
     window,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Cancel, Publish, Release, Renew, Revoke, StopRenewing
@@ -118,12 +119,13 @@ def test_where_tokens_look_ahead_only_the_same_prompt_is_loaded(mine: list[int],
     assert decode.fallbacks == ([] if expected else ["prompt"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"), [({}, False), ({"prefix_lm": True}, True), ({"prefix_lm": False}, False)]
-)
-def test_which_models_look_ahead(fields: dict[str, Any], expected: bool) -> None:
-    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**fields)))
-    assert needs_whole_prompts(config) == expected
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("expected", [False, True])
+def test_which_models_look_ahead(expected: bool, is_wrapped: bool) -> None:
+    """The attention of HRM-Text looks ahead whatever `prefix_lm` says in the model's configuration."""
+    layer = FullAttentionSpec(block_size=16, non_causal=expected, **FULL)
+    spec: Any = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer": layer}) if is_wrapped else layer
+    assert needs_whole_prompts(KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], spec)])) == expected
 
 
 def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> None:

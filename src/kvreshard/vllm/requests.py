@@ -39,8 +39,8 @@ class EngineConfig:
     """One engine, as its scheduler side needs it.
 
     `num_backoff_tokens`: trailing prompt tokens that the decode side computes. `placeholders`: token ids that stand for multimodal items.
-    `whole_prompts`: all tokens of a prompt attend to all of it, so that the cache of a prefix depends on what follows (HRM-Text,
-    `prefix_lm`). `may_load`: the engine's role loads. `num_draft_tokens`: the latest tokens of a request whose draft cache may not be
+    `whole_prompts`: all tokens of a prompt attend to all of it, so that the cache of a prefix depends on what follows (HRM-Text).
+    `may_load`: the engine's role loads. `num_draft_tokens`: the latest tokens of a request whose draft cache may not be
     final, since the draft writes it after the token was sampled. `sizes`: tp_size, dcp_size and pp_size, as routers know them.
     """
 
@@ -65,7 +65,7 @@ def read_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         num_backoff_tokens=_count_backoff(vllm_config, any(group.is_state for group in groups)),
         positions=read_positions(vllm_config),
         placeholders=read_placeholders(vllm_config),
-        whole_prompts=needs_whole_prompts(vllm_config),
+        whole_prompts=needs_whole_prompts(kv_cache_config),
         may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
         num_draft_tokens=1 + vllm_config.speculative_config.num_speculative_tokens if has_draft(vllm_config) else 0,
         sizes={
@@ -93,10 +93,11 @@ def read_placeholders(vllm_config: Any) -> frozenset[int]:
     return frozenset(number for number in found if isinstance(number, int))
 
 
-def needs_whole_prompts(vllm_config: Any) -> bool:
-    """See `EngineConfig.whole_prompts`."""
-    text = getattr(vllm_config.model_config, "hf_text_config", None)
-    return bool(getattr(text, "prefix_lm", False))
+def needs_whole_prompts(kv_cache_config: Any) -> bool:
+    """See `EngineConfig.whole_prompts`. The layers say so: vLLM does not ask a model's configuration (`PrefillPrefixLMAttention`)."""
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    layers = (layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values())
+    return any(getattr(layer, "non_causal", False) for layer in layers)
 
 
 def _count_backoff(vllm_config: Any, has_state: bool) -> int:
