@@ -7,6 +7,9 @@ SEED SECONDS` goes on for longer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -235,9 +238,20 @@ def prefilled(world: World, weather_end: int = 4000) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\nb", "\ud800"])
 def test_a_request_is_loaded_whatever_its_id_is(name: str) -> None:
+    """Each rank names it as vLLM does: a MultiConnector around this one counts there who has not sent a request yet."""
     layers = MODELS[0].layers(16, 0)
     shapes = {"p": Shape(layers, tp=2, role="kv_producer"), "d": Shape(layers, role="kv_consumer")}
     world = World(shapes, base_config(), 1)
+    sent = list[str]()
+    for worker in world.by_name["p"].workers:
+        collect = worker.collect
+
+        def collected(collect: Callable[[], Any] = collect) -> Any:
+            results = collect()
+            sent.extend(results.finished_sending)
+            return results
+
+        worker.collect = collected  # type: ignore[method-assign]
     asking = world._ask
     world._ask = lambda engine, *rest: asking(engine, *rest, *[None] * (7 - len(rest)), f"{engine.name}{name}")
     text = Text(list(range(40)), 20)
@@ -248,6 +262,7 @@ def test_a_request_is_loaded_whatever_its_id_is(name: str) -> None:
     )  # fmt: skip
     world.drain()
     assert world.num_loaded == 1
+    assert sent == [f"p{name}"] * 2
     world.close()
 
 

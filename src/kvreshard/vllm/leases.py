@@ -58,7 +58,6 @@ class Leases:
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
         self._leases: dict[str, Leased] = {}
-        self._requests: dict[str, str] = {}
         self._by_parent: dict[str, _Shared] = {}
         self.num_blocks = 0
 
@@ -82,16 +81,12 @@ class Leases:
             if not self._free:
                 return None
             lease = Lease(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
-            self._leases[request], self._requests[lease.request] = Leased(lease), request
+            self._leases[request] = Leased(lease)
         return self._leases[request]
 
     def find(self, request: str) -> Leased | None:
         """The request's lease."""
         return self._leases.get(request)
-
-    def find_request(self, lease: str) -> str:
-        """The request of the lease with this name; the name itself once the lease is released."""
-        return self._requests.get(lease, lease)
 
     def publish(self, request: str, prompt: Prompt, num_tokens: int, params: dict[str, Any], num_blocks: int) -> None:
         """Other engines may read the first `num_tokens` tokens of a request with a lease, by these parameters."""
@@ -121,7 +116,6 @@ class Leases:
         self.withdraw(request)
         leased = self._leases.pop(request, None)
         if leased is not None:
-            del self._requests[leased.lease.request]
             self._free.append(leased.lease.slot)
             self.num_blocks -= leased.num_blocks
 

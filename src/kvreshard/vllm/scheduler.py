@@ -77,7 +77,7 @@ class SchedulerSide:
         self._warns_of_policy = ends_requests
         self.stats = ReshardStats()
         self._log = OutcomeLog(self.stats.count, ends_requests=ends_requests)
-        # Leases that ran out on some rank before they were read.
+        # Requests whose leases ran out on some rank before they were read.
         self._expired: set[str] = set()
         key = self._handshake.key
         reads_back = options.bidirectional_kv_xfer
@@ -215,6 +215,8 @@ class SchedulerSide:
         if command is not None:
             self._metadata.commands.append(command)
         is_published = isinstance(command, Publish)
+        if isinstance(command, Publish) and command.request != request.request_id:
+            self._metadata.published[command.request] = request.request_id
         if is_published and params is not None and params["do_remote_decode"]:
             self.stats.count("answers", "published")
         return is_published, params
@@ -283,14 +285,11 @@ class SchedulerSide:
             remote, is_aborted = self._consumer.find_source(request_id)
             self._log.end(request_id, remote, is_aborted=is_aborted)
             self._add(self._consumer.ended(request_id))
-        if output.finished_sending:
-            # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
-            for lease in self._expired.intersection(output.finished_sending):
-                self._expired.discard(lease)
-                self._log.expired(self._producer.leases.find_request(lease))
-            output.finished_sending = {self._producer.leases.find_request(lease) for lease in output.finished_sending}
-            for request_id in output.finished_sending:
-                self._producer.freed(request_id)
+        for request_id in output.finished_sending or ():
+            if request_id in self._expired:
+                self._expired.discard(request_id)
+                self._log.expired(request_id)
+            self._producer.freed(request_id)
 
     def take_stats(self) -> ReshardStats | None:
         """The counts since the last call, and the gauges that have changed; None if there are none."""

@@ -17,7 +17,7 @@ class ReshardMetadata(KVConnectorMetadata):
 
     `engine_metadata`: once, encoded. `patience_s`: how long a rank may wait in this step for its loads (`idle`). `waits_for_draft`: a prefill
     may end with this step, and the engine has a draft model (`WorkerSide.wait_for_draft`). `computed`: prefills in this step that readers
-    may follow.
+    may follow. `published`: the requests whose leases are published with another name, by that name.
     """
 
     commands: list[Command] = field(default_factory=list)
@@ -26,6 +26,7 @@ class ReshardMetadata(KVConnectorMetadata):
     patience_s: float = 0.0
     waits_for_draft: bool = False
     computed: list[Computed] = field(default_factory=list)
+    published: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -34,7 +35,7 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
 
     `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
     keys after a handshake, by request; `unmet`: why a handshake failed, by request. `failed`: why a load failed, by request and rank.
-    `expired`: leases that ran out before they were read. `has_advanced`: a prefill that is followed has gone on. `reading_s`: how long the
+    `expired`: requests whose leases ran out before they were read. `has_advanced`: a prefill that is followed has gone on. `reading_s`: how long the
     slowest rank read, by request.
     """
 

@@ -64,6 +64,8 @@ class WorkerSide:
         self._num_layers_done = 0
         self._metadata = ReshardWorkerMetadata()
         self._unread: set[str] = set()
+        # Published requests whose leases have another name, by that name. A connector around this one knows requests only.
+        self._requests: dict[str, str] = {}
         # Loads whose reads may still write their pages.
         self._quarantined: set[str] = set()
         # What a sleeping rank will be told and has to tell when it is awake.
@@ -210,6 +212,7 @@ class WorkerSide:
 
     def submit(self, metadata: ReshardMetadata) -> None:
         """Pass this step's commands to the session."""
+        self._requests |= metadata.published
         if self._is_asleep:
             self._commands += metadata.commands
             return
@@ -232,7 +235,7 @@ class WorkerSide:
             return left
         if self._endpoint is None:  # a replica: vLLM waits for the report of every rank
             unread, self._unread = self._unread, set()
-            return KVConnectorTransferResults(finished_sending=unread)
+            return KVConnectorTransferResults(finished_sending=set(map(self._take_request, unread)))
         return self._note(self._endpoint.collect(self._patience_s))
 
     def _note(self, results: Results) -> KVConnectorTransferResults:
@@ -248,12 +251,17 @@ class WorkerSide:
         self._metadata.reading_s.update(
             {name: moved.early_s + moved.total_s for name, moved in results.received.items() if moved.num_bytes}
         )
-        self._metadata.expired.update(lease for lease, cause in results.freed.items() if cause == "expired")
+        freed = {self._take_request(lease): cause for lease, cause in results.freed.items()}
+        self._metadata.expired.update(request for request, cause in freed.items() if cause == "expired")
         return KVConnectorTransferResults(
-            finished_sending=set(results.freed),
+            finished_sending=set(freed),
             finished_recving={*results.received, *results.failed},
             failed_recving=set(results.failed),
         )
+
+    def _take_request(self, lease: str) -> str:
+        """The request of a lease that has ended."""
+        return self._requests.pop(lease, lease)
 
     def wait_for_draft(self) -> None:
         """Wait for the devices at the end of a step with which a prefill may end: they may still write the cache of a draft model.
