@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.unit.session.prefills import LocalFollower
 from tests.unit.session.world import Clock
-from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, producer, request, window
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, picture, producer, request, window
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
@@ -403,6 +403,22 @@ def test_an_id_of_another_tenant_brings_what_both_prompts_share() -> None:
     other.step(source, 300, [1, 2, 3, 4, 5])
     other.hear()
     assert (other.decode.side.count_loadable(asked, 0), other.decode.fallbacks) == (0, ["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("mine", "tokens", "expected"),
+    [("cat", TOKENS, len(TOKENS) - 1), (None, TOKENS, 0), ("cow", TOKENS, 0), (None, [9] * 300, 0)],
+)
+def test_a_picture_is_loaded_by_those_that_have_it(mine: str | None, tokens: list[int], expected: int) -> None:
+    """The tokens of all pictures are the same: without the picture, whoever has the id would read another tenant's. Of another text nothing is needed."""
+    both = Both(full(64))
+    asked = both.decode.arrive(dict(DECODE), tokens, mm_features=[] if mine is None else [picture(mine, 20, 64)])
+    source = both.prefill(mm_features=[picture("cat", 20, 64)])
+    both.step(source, 300, [1, 2, 3, 4, 5])
+    both.hear()
+    assert both.decode.side.count_loadable(asked, 0) == expected
+    reason = both.decode.side.missing_items.why_refused(asked, 0, expected)
+    assert ("send the same to both engines" in reason) == (expected == 0 and tokens == TOKENS)
 
 
 def test_another_salt_is_loaded_by_nobody() -> None:

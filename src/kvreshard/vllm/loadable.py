@@ -78,9 +78,12 @@ class LoadableTokens:
             if is_answer:
                 same = min(same, count_alike(prefill.prompt, mine, prompt_key, self._config.positions))
             else:
-                same = self._missing_items.narrow(request, prefill.prompt, mine, same, prompt_key)
+                is_followed = prefill.statement is not None
+                same = self._missing_items.narrow(
+                    request, prefill.prompt, mine, same, prompt_key, is_followed=is_followed
+                )
                 # A router that sends a request to both engines sends one salt to both; an id alone may be anybody's.
-                if prefill.statement is not None and prefill.prompt.salt != digest_with_key(mine.salt, prompt_key):
+                if is_followed and prefill.prompt.salt != digest_with_key(mine.salt, prompt_key):
                     same = 0
         count = max(0, int(min(same, prefill.num_tokens, limit)))
         none = self._find_obstacle(prefill, num_prompt, same, limit, count)

@@ -77,12 +77,23 @@ class MissingItems:
         needed = self._needed.get(request_id)
         return needed is not None and needed.num_tokens is None
 
-    def narrow(self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int, key: bytes) -> int:
-        """How many of the first `num_same` tokens, on which the texts agree, may be loaded. `key`: of the digests in `theirs`."""
+    def narrow(
+        self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int, key: bytes, *, is_followed: bool
+    ) -> int:
+        """How many of the first `num_same` tokens, on which the texts agree, may be loaded. `key`: of the digests in `theirs`.
+
+        `is_followed`: a `transfer_id` has led to the prefill. It may be anybody's, so an item is loaded only where this request has it too.
+        """
         num_prompt = int(request.num_prompt_tokens)
         first_other = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
         found = compare(theirs.items, with_key(mine.items, key), num_prompt, first_other, self._positions)
         self._note(request, found)
+        if is_followed and request.request_id in self._needed:
+            reason = (
+                "its prefill has other pictures, audio or video than this request, and was found by a transfer_id, which may be anybody's: send "
+                "the same to both engines, or send kv_transfer_params when the prefill has ended"
+            )
+            self._needed[request.request_id] = _Needed(None, reason)
         return num_same if found.num_loadable is None else min(num_same, found.num_loadable)
 
     def why_refused(self, request: Request, num_computed: int, num_loadable: int) -> str:
