@@ -265,7 +265,7 @@ def test_a_child_loads_only_where_the_outer_role_does(
     if outer is not None:
         around = SimpleNamespace(_kv_transfer_config=KVTransferConfig(kv_connector="MultiConnector", kv_role=outer))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
-    child = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
+    child = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_connector="ReshardConnector", kv_role=role))
     if not is_refused:
         check_outer(child)
         return
@@ -304,11 +304,38 @@ def test_there_is_one_connector_over_nixl(
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
     )
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
-    child = KVTransferConfig(kv_connector="ReshardConnector", kv_role="kv_both")
+    child = config(is_multimodal_model=False)
     if refusal is None:
         check_outer(child)
         return
     with pytest.raises(LayoutError, match=f"MultiConnector has .*{refusal}"):
+        check_outer(child)
+
+
+@pytest.mark.parametrize(
+    ("children", "before"),
+    [
+        ([OURS, CACHE], None),
+        ([CACHE, OURS], "ExampleConnector before"),
+        ([{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [DROP_IN, CACHE]}}], None),
+        ([CACHE, {"kv_connector": "OffloadingConnector"}, DROP_IN], "ExampleConnector and OffloadingConnector before"),
+    ],
+)
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_where_pictures_may_be_missing_this_connector_is_asked_first(
+    role: str, children: list[dict[str, Any]], before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache before it would load what stands before a picture, and vLLM would compute the picture's tokens without it."""
+    outer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
+    child = config(is_multimodal_model=True)
+    child.kv_transfer_config.kv_role = role
+    if before is None or role == "kv_producer":
+        check_outer(child)
+        return
+    with pytest.raises(LayoutError, match=f"MultiConnector asks {before} x: .*list this connector first"):
         check_outer(child)
 
 

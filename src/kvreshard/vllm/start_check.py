@@ -9,6 +9,7 @@
 | a Step5 model | it keeps sparse summaries and a ring of rows beside its cache, which nobody has compared with what is described here. vLLM 0.33 refuses connectors of other names than NixlConnector and MooncakeStoreConnector (`models/step5/nvidia/model.py`), and takes this one for NixlConnector where it is named so |
 | what a release of vLLM has and its caches do not show: `versions` | named there |
 | another connector over NIXL beside it in a MultiConnector: vLLM's own NixlConnector, or this one twice | vLLM tells every child of every request, also those that do not load it: the other would release the prefill, or read it by another protocol, while this one reads it; and two children that return `kv_transfer_params` end the engine (`multi_connector.py`, `request_finished`) |
+| a connector before this one in a MultiConnector, and a role that loads, of a model with pictures, audio or video | the first that has tokens of a request loads them. Where the decode engine lacks a picture, all up to its end must come from the prefill: the other would load the tokens before it, and vLLM would compute the rest without the picture |
 
 A role under another one, and connectors beside this one, are checked when the caches are registered: vLLM keeps the outer connector where a worker can
 find it, and a child sees only its own configuration. Every refusal is a LayoutError with the remedy.
@@ -16,6 +17,7 @@ find it, and a child sees only its own configuration. Every refusal is a LayoutE
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,24 +46,30 @@ def check_outputs(vllm_config: Any) -> None:
         )
 
 
-def check_outer(config: Any) -> None:
-    """Check a connector around this one. `config`: this connector's `KVTransferConfig`. Raises LayoutError."""
+def check_outer(vllm_config: Any) -> None:
+    """Check a connector around this one. `vllm_config` has this connector's `KVTransferConfig`. Raises LayoutError."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+    config = vllm_config.kv_transfer_config
     outer = get_kv_transfer_group()._kv_transfer_config if has_kv_transfer_group() else config
     if config.is_kv_consumer and not outer.is_kv_consumer:
         raise LayoutError(
             f"{config.kv_connector} has kv_role {config.kv_role}, and {outer.kv_connector} around it {outer.kv_role}: vLLM would not keep "
             "steps that are under way from writing what is loaded; set the outer kv_role to kv_both"
         )
-    over_nixl = [
-        child for child in _children(outer.kv_connector_extra_config) if child.get("kv_connector") in OVER_NIXL
-    ]
+    children = list(_children(outer.kv_connector_extra_config))
+    over_nixl = [child for child in children if child.get("kv_connector") in OVER_NIXL]
     if len(over_nixl) > 1:
         named = " and ".join(map(_describe, over_nixl))
         raise LayoutError(
             f"{outer.kv_connector} has {len(over_nixl)} connectors that move requests over NIXL: {named}; each would answer for the other's "
             "requests: leave one of them"
+        )
+    before = list(itertools.takewhile(lambda child: child not in over_nixl, children)) if over_nixl else []
+    if before and config.is_kv_consumer and vllm_config.model_config.is_multimodal_model:
+        raise LayoutError(
+            f"{outer.kv_connector} asks {' and '.join(map(_describe, before))} before {config.kv_connector}: where a picture is not here it may "
+            "load less than up to the picture's end, and vLLM would compute the rest without the picture; list this connector first"
         )
 
 
@@ -71,10 +79,13 @@ def _describe(child: Mapping[str, Any]) -> str:
 
 
 def _children(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The configurations of all connectors inside a MultiConnector."""
+    """The configurations of all connectors inside a MultiConnector, in the order in which vLLM asks them."""
     for child in extra.get("connectors", ()):
-        yield child
-        yield from _children(child.get("kv_connector_extra_config") or {})
+        inner = child.get("kv_connector_extra_config") or {}
+        if "connectors" in inner:
+            yield from _children(inner)
+        else:
+            yield child
 
 
 def _check_sleep(model_config: Any) -> None:

@@ -77,7 +77,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches and start the session. A replica does neither: nobody reads it."""
         self._kv_caches = kv_caches
-        check_outer(self._vllm_config.kv_transfer_config)
+        check_outer(self._vllm_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
             logger.debug("prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)
