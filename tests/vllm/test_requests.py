@@ -141,6 +141,21 @@ def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> 
     assert [(group.name, token) for group, token in decode.side.first_loaded("d-1", held)] == [("g1", 192)]
 
 
+@pytest.mark.parametrize(
+    ("page", "has_siblings", "is_isolated"), [(128, True, True), (128, False, False), (64, True, False)]
+)
+def test_an_incomplete_block_is_nobody_elses_where_other_connectors_store_blocks(
+    page: int, has_siblings: bool, is_isolated: bool
+) -> None:
+    """They store each block of a request by its hash. The source's window begins inside of a page of 128 tokens."""
+    decode = Decode(full(page), window(page))
+    decode.side.loadable.has_siblings = has_siblings
+    params = prefill(groups(full(64), window(64)), TOKENS, [[1, 2, 3, 4, 5], [0, 0, 0, 6, 7]])
+    asked = decode.arrive(params, TOKENS)
+    assert decode.side.count_loadable(asked, 0) == 299
+    assert (asked.cache_salt is not None) == is_isolated
+
+
 def test_two_windows_are_clipped_each_by_its_own() -> None:
     """The narrow window's first page says nothing about the wide one's."""
     wide = window(32, 250)

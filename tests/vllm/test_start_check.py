@@ -267,10 +267,10 @@ def test_a_child_loads_only_where_the_outer_role_does(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
     child = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_connector="ReshardConnector", kv_role=role))
     if not is_refused:
-        check_outer(child)
+        assert not check_outer(child, has_windows=True)
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
-        check_outer(child)
+        check_outer(child, has_windows=False)
 
 
 @pytest.mark.parametrize("model_type", ["step5", "step5_vl"])
@@ -306,10 +306,10 @@ def test_there_is_one_connector_over_nixl(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
     child = config(is_multimodal_model=False)
     if refusal is None:
-        check_outer(child)
+        assert check_outer(child, has_windows=False)
         return
     with pytest.raises(LayoutError, match=f"MultiConnector has .*{refusal}"):
-        check_outer(child)
+        check_outer(child, has_windows=False)
 
 
 @pytest.mark.parametrize(
@@ -322,21 +322,22 @@ def test_there_is_one_connector_over_nixl(
     ],
 )
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
-def test_where_pictures_may_be_missing_this_connector_is_asked_first(
-    role: str, children: list[dict[str, Any]], before: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_where_pictures_may_be_missing_or_blocks_incomplete_this_connector_is_asked_first(
+    has_windows: bool, role: str, children: list[dict[str, Any]], before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache before it would load what stands before a picture, and vLLM would compute the picture's tokens without it."""
     outer = KVTransferConfig(
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
     )
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
-    child = config(is_multimodal_model=True)
+    child = config(is_multimodal_model=not has_windows)
     child.kv_transfer_config.kv_role = role
     if before is None or role == "kv_producer":
-        check_outer(child)
+        assert check_outer(child, has_windows=has_windows)
         return
     with pytest.raises(LayoutError, match=f"MultiConnector asks {before} x: .*list this connector first"):
-        check_outer(child)
+        check_outer(child, has_windows=has_windows)
 
 
 def test_the_first_line_says_version_backend_and_options(

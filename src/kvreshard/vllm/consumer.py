@@ -74,7 +74,7 @@ class Consumer:
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
         self.known = KnownSources(engine, own_key)
         self.missing_items = MissingItems(config.positions, config.placeholders)
-        self._loadable = LoadableTokens(config, self.missing_items)
+        self.loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.waiting = WaitingRequests(config.groups, self.following)
 
@@ -213,7 +213,7 @@ class Consumer:
                 waiting.num_loadable = 0
                 return 0
             if waiting.key is None and not self._is_shadow:
-                prompt, limit = waiting.prefill.prompt, self._loadable.limit(request)
+                prompt, limit = waiting.prefill.prompt, self.loadable.limit(request)
                 if num_computed >= min(waiting.prefill.num_tokens, limit) and not (prompt.items or prompt.salt):
                     return 0
                 if waiting.unmet is None:
@@ -391,7 +391,7 @@ class Consumer:
 
     def _count_tokens(self, waiting: Waiting) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is not all of them."""
-        found = self._loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
+        found = self.loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
         if found.fallback:
             remote = waiting.prefill.remote
             self._log.computed(waiting.request.request_id, found.fallback, found.reason, remote)

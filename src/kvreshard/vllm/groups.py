@@ -71,6 +71,11 @@ class CacheGroup:
         """How far the group's layers look back, which identifies them on another engine."""
         return self.window_tokens, self.chunk_tokens
 
+    @property
+    def has_reach(self) -> bool:
+        """Whether its layers look back so far only."""
+        return self.reach != (None, None)
+
     def first_needed(self, num_tokens: int) -> int:
         """The first token that the next one after `num_tokens` tokens attends to, or that is kept for it."""
         if self.chunk_tokens is not None:

@@ -36,13 +36,14 @@ MAX_OUTCOMES = 10_000
 @dataclass(frozen=True)
 class RankPart(KVConnectorHandshakeMetadata):
     """One rank's part of the engine's metadata: its layout in the wire form, its addresses, what `compatibility` reads, and which of its
-    fields may be read early.
+    fields may be read early. `has_siblings`: a MultiConnector has other connectors beside this one.
     """
 
     layout: bytes
     rank_metadata: RankMetadata
     compatibility: Mapping[str, str]
     early_fields: Mapping[str, int] = field(default_factory=dict)
+    has_siblings: bool = False
 
 
 class EngineHandshake:

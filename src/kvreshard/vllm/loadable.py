@@ -7,6 +7,10 @@
 3. A state is loaded at exactly the token where its source stands, or nothing is loaded. Nothing is loaded of a model whose tokens attend to
    later ones, unless both prompts are the same; nor where the source no longer has what a window needs.
 
+A load may leave the first block of a window or chunk incomplete, where its source no longer has all of that block. vLLM's own prefix cache
+leaves it out (`SchedulerSide`); other connectors beside this one do not ask, and store blocks by their hashes. Those of such a request are
+hashed with a key of its own.
+
 An answer's reader has all of its prompt: of other multimodal items, or of another `cache_salt`, nothing is loaded.
 
 `make_transfer` takes both block tables, the tokens that each group lacks here, and the blocks that are new. A group has the tokens of its
@@ -16,6 +20,7 @@ prefix hits, and needs none behind its window.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +30,7 @@ import numpy as np
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
-from kvreshard.vllm.items import Positions, digest_with_key, first_difference, with_key
+from kvreshard.vllm.items import Positions, digest_with_key, first_difference, isolate, with_key
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import RemotePrefill
 from kvreshard.vllm.prompt import Prompt, PromptDigest, count_matching
@@ -51,11 +56,12 @@ class Loadable:
 
 
 class LoadableTokens:
-    """Counts for one decode engine."""
+    """Counts for one decode engine. `has_siblings`: other connectors may store what is loaded."""
 
     def __init__(self, config: EngineConfig, missing_items: MissingItems) -> None:
         self._config, self._missing_items = config, missing_items
         self._has_state = any(group.is_state for group in config.groups)
+        self.has_siblings = False
 
     def limit(self, request: Request) -> int:
         """The last token from which this engine can go on."""
@@ -89,6 +95,8 @@ class LoadableTokens:
         none = self._find_obstacle(prefill, num_prompt, same, limit, count)
         if none is not None:
             return none
+        if self.has_siblings and self._leaves_incomplete(prefill):
+            isolate(request, f"request {secrets.token_hex(16)}")
         if self._has_position(prefill):
             return Loadable(prefill.num_tokens)
         fallback = "" if same else "prompt"
@@ -124,6 +132,13 @@ class LoadableTokens:
         if missing:
             return Loadable(0, "window", "window", f"of its first {count} tokens {missing}")
         return None
+
+    def _leaves_incomplete(self, prefill: RemotePrefill) -> bool:
+        """Whether a block of a window begins with tokens that its source no longer has."""
+        return any(
+            group.has_reach and first_token(prefill, group) % (group.page_tokens or 1) > 0
+            for group in self._config.groups
+        )
 
     def _has_position(self, prefill: RemotePrefill) -> bool:
         """Whether either side has a state, which belongs to one position."""

@@ -141,6 +141,7 @@ class SchedulerSide:
                 self._engine,
                 extra=fields("engine_awake", engine=self._engine),
             )
+        self._consumer.loadable.has_siblings = any(part.has_siblings for part in parts.values())
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._listens:

@@ -10,6 +10,7 @@
 | what a release of vLLM has and its caches do not show: `versions` | named there |
 | another connector over NIXL beside it in a MultiConnector: vLLM's own NixlConnector, or this one twice | vLLM tells every child of every request, also those that do not load it: the other would release the prefill, or read it by another protocol, while this one reads it; and two children that return `kv_transfer_params` end the engine (`multi_connector.py`, `request_finished`) |
 | a connector before this one in a MultiConnector, and a role that loads, of a model with pictures, audio or video | the first that has tokens of a request loads them. Where the decode engine lacks a picture, all up to its end must come from the prefill: the other would load the tokens before it, and vLLM would compute the rest without the picture |
+| the same of a model with windows or chunks | a load may leave a window's first block incomplete. Other connectors store blocks by hashes that this one changes for such a request, if they have not been asked yet (`LoadableTokens`) |
 
 A role under another one, and connectors beside this one, are checked when the caches are registered: vLLM keeps the outer connector where a worker can
 find it, and a child sees only its own configuration. Every refusal is a LayoutError with the remedy.
@@ -46,8 +47,11 @@ def check_outputs(vllm_config: Any) -> None:
         )
 
 
-def check_outer(vllm_config: Any) -> None:
-    """Check a connector around this one. `vllm_config` has this connector's `KVTransferConfig`. Raises LayoutError."""
+def check_outer(vllm_config: Any, *, has_windows: bool) -> bool:
+    """Check a connector around this one. Returns whether it has others inside. `vllm_config` has this connector's `KVTransferConfig`.
+
+    Raises LayoutError.
+    """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     config = vllm_config.kv_transfer_config
@@ -66,11 +70,13 @@ def check_outer(vllm_config: Any) -> None:
             "requests: leave one of them"
         )
     before = list(itertools.takewhile(lambda child: child not in over_nixl, children)) if over_nixl else []
-    if before and config.is_kv_consumer and vllm_config.model_config.is_multimodal_model:
+    if before and config.is_kv_consumer and (has_windows or vllm_config.model_config.is_multimodal_model):
         raise LayoutError(
-            f"{outer.kv_connector} asks {' and '.join(map(_describe, before))} before {config.kv_connector}: where a picture is not here it may "
-            "load less than up to the picture's end, and vLLM would compute the rest without the picture; list this connector first"
+            f"{outer.kv_connector} asks {' and '.join(map(_describe, before))} before {config.kv_connector}: it may store blocks of a window that a "
+            "load leaves incomplete, or load what stands before a picture that is not here, and vLLM would compute the rest without the picture; "
+            "list this connector first"
         )
+    return len(children) > 1
 
 
 def _describe(child: Mapping[str, Any]) -> str:

@@ -77,11 +77,12 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches and start the session. A replica does neither: nobody reads it."""
         self._kv_caches = kv_caches
-        check_outer(self._vllm_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
             logger.debug("prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)
             return
+        groups = read_groups(self._kv_cache_config, place.dcp_size)
+        has_siblings = check_outer(self._vllm_config, has_windows=any(group.has_reach for group in groups))
         part = describe_rank(
             engine=self._engine,
             vllm_config=self._vllm_config,
@@ -103,7 +104,6 @@ class WorkerSide:
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
         memory = HostMemory() if devices <= {"cpu"} else TensorMemory(tensors)
         observer = RankObserver(rank.rank, memory, self._options.observer, recorder=self._make_recorder())
-        groups = read_groups(self._kv_cache_config, self._vllm_config.parallel_config.decode_context_parallel_size)
         early_fields, self._layers = find_early_fields(part, groups, self._vllm_config)
         endpoint = Endpoint(
             rank.rank,
@@ -134,6 +134,7 @@ class WorkerSide:
             ),
             read_compatibility(self._vllm_config),
             early_fields,
+            has_siblings,
         )
         endpoint.start()
         logger.debug(
