@@ -95,6 +95,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
         "kv_transfer_params": {"do_remote_decode": True},
         "get_skip_reading_prefix_cache": lambda: False,
+        "resumable": False,
         **more,
     }
     return SimpleNamespace(**fields)

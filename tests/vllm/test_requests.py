@@ -253,6 +253,9 @@ def test_the_prefill_side_drops_its_last_tokens_once() -> None:
     short = request("p-2", [1, 2])
     side.arrive(short)
     assert short.num_prompt_tokens == 2
+    session = request("p-3", TOKENS, resumable=True)  # the next part of its prompt is put behind these tokens
+    side.arrive(session)
+    assert len(session._all_token_ids) == session.num_prompt_tokens == 300
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -121,6 +121,7 @@ class Producer:
             or params.get(TRUNCATED)
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()  # the decode side computes such a prompt anyway
+            or request.resumable  # more is to follow these tokens (`StreamingInput`)
             or request.prompt_token_ids is None
             or request.prompt_embeds
             is not None  # vLLM ends where their number differs (`length_from_prompt_token_ids_or_embeds`)
