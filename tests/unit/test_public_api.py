@@ -91,6 +91,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.decode_layout(with_key("fields", "zz"), "json"), "unknown field `zz`; known are address, axes, "),
     (lambda: kv.encode_layout(None), "a layout is of type NoneType, and must be EngineLayout"),
     (lambda: kv.load(5), "a model is of type int, and must be str: an id of `kvreshard models`"),
+    (lambda: kv.load("llama-3.1-8b", Path("draft")), "a draft is of type PosixPath, and must be str: an id of `kvreshard models`"),
     (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), 5), "the engine's name is of type int"),
     (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=0), "num_pages is 0; page 0 stands for no page"),
     (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "e", num_pages=2.5), "num_pages is 2.5, and must be a whole number"),
@@ -141,3 +142,15 @@ def test_wrong_use_says_what_was_expected(use: Callable[[], object], told: str) 
     with pytest.raises(kv.KvReshardError) as caught:
         use()
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("whole", [np.int64, np.uint64, np.int32])
+def test_numbers_of_numpy_make_the_same_layout(whole: Callable[[int], int]) -> None:
+    """Those of 32 bits would wrap around: a pool of 70,000 pages has 35 GB."""
+    model, spec = kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1")
+    found = kv.describe(model, spec, "engine", num_pages=whole(70_000))
+    found = kv.relocate(found, {0: dict.fromkeys(found.ranks[0].template.regions, whole(1 << 20))})
+    expected = kv.relocate(
+        kv.describe(model, spec, "engine", num_pages=70_000), {0: {found.ranks[0].template.regions[0]: 1 << 20}}
+    )
+    assert kv.encode_layout(found) == kv.encode_layout(expected)

@@ -51,6 +51,7 @@ def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None 
         expect_whole(num_pages, "num_pages")
         if num_pages < MIN_PAGES:
             raise UsageError(f"num_pages is {num_pages}; page 0 stands for no page, so a pool has at least {MIN_PAGES}")
+        num_pages = int(num_pages)  # NumPy's may be of a few bits, and wrap around
     expect(model, Model, "a model", "what `kvreshard.load` returns")
     expect(spec, EngineSpec, "an engine", "what `kvreshard.parse_engine` returns")
     try:

@@ -74,6 +74,7 @@ def load(model: str, draft: str | None = None) -> Model:
     found = MODELS[model].load() if model in MODELS else _from_path(model, read_model)
     if draft is None:
         return found
+    expect(draft, str, "a draft", "an id of `kvreshard models` or the path of a config.json")
     if draft in MODELS:
         return as_draft(found, read_draft(draft, MODELS[draft].read(), found))
     return as_draft(found, _from_path(draft, lambda name, raw: read_draft(name, raw, found)))

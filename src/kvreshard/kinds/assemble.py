@@ -168,7 +168,7 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
         ranks=tuple(
             replace(
                 rank,
-                addresses=tuple(addresses[rank.rank][name] for name in rank.template.regions),
+                addresses=tuple(int(addresses[rank.rank][name]) for name in rank.template.regions),
                 devices=(device,) * len(rank.template.regions),
             )
             for rank in layout.ranks
