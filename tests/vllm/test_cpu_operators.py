@@ -23,6 +23,13 @@ from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 75
+# vLLM has three builds of its operators, and takes that of the processor (`CpuPlatform.import_kernels`).
+FP8 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM has no fp8 caches on processors without AVX-512"
+)
+AMX = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has no operators for AMX on processors without AVX-512 BF16"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,14 +76,14 @@ def cpu_attention_writer(cache: Any, slots: Any, isa: str, dtype: Any, cache_dty
         ("vec", torch.float32, "auto", 128, 64),
         ("vec", torch.bfloat16, "auto", 32, 32),
         ("vec", torch.float16, "auto", 64, 96),
-        ("vec", torch.bfloat16, "fp8", 32, 64),
-        ("vec", torch.float32, "fp8_e5m2", 64, 32),
+        pytest.param("vec", torch.bfloat16, "fp8", 32, 64, marks=FP8),
+        pytest.param("vec", torch.float32, "fp8_e5m2", 64, 32, marks=FP8),
         ("vec16", torch.float32, "auto", 32, 80),
         ("vec16", torch.bfloat16, "auto", 64, 112),
-        ("amx", torch.bfloat16, "auto", 32, 32),
-        ("amx", torch.bfloat16, "auto", 96, 64),
-        ("amx", torch.bfloat16, "fp8", 64, 32),
-        ("amx", torch.bfloat16, "fp8_e5m2", 32, 64),
+        pytest.param("amx", torch.bfloat16, "auto", 32, 32, marks=AMX),
+        pytest.param("amx", torch.bfloat16, "auto", 96, 64, marks=AMX),
+        pytest.param("amx", torch.bfloat16, "fp8", 64, 32, marks=AMX),
+        pytest.param("amx", torch.bfloat16, "fp8_e5m2", 32, 64, marks=AMX),
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
@@ -100,7 +107,7 @@ def test_cpu_attention(isa: str, dtype: Any, cache_dtype: str, bs: int, head_siz
     assert check_addresses(side, TOKENS) == tp * 2 * 2 * TOKENS * (2 // tp) * head_size
 
 
-@pytest.mark.parametrize("backend", ["CPU_MLA", "AMX_MLA"])
+@pytest.mark.parametrize("backend", ["CPU_MLA", pytest.param("AMX_MLA", marks=AMX)])
 def test_cpu_latent_attention(backend: str) -> None:
     dtype, bs = torch.bfloat16, 16 if backend == "CPU_MLA" else 32
     layer = models.name(0)

@@ -240,9 +240,10 @@ class RemoteLeases:
     def _update_source(self, me: LocalRank, remote: RemoteEngine, source: _Source, now_s: float) -> None:
         """Ask a source that is wanted; of one that has answered, note its key and release its leases; forget one that is not wanted."""
         if source.is_wanted or source.releases:
-            # A handshake that has just failed is the answer; to ask anew, which `retry_s` may allow at once, would go on for ever.
+            # A handshake that has just failed is the answer; to ask anew, which `retry_s` may allow at once, would go on for ever. A peer that was
+            # met may be disconnected meanwhile.
             handshake, has_answer, source.has_answer = source.handshake, source.has_answer, False
-            if handshake is None or not has_answer or handshake.cancelled():
+            if handshake is None or not (has_answer and _has_failed(handshake)):
                 handshake = self._ask(me, remote, source)
             if handshake.done():
                 self._note_key(source, handshake)
@@ -331,3 +332,7 @@ class RemoteLeases:
                 *(rank, peer.remote, error),
                 extra=fields("notification_failed", **peer.remote.log_fields),
             )
+
+
+def _has_failed(handshake: Future[Peer]) -> bool:
+    return handshake.done() and not handshake.cancelled() and handshake.exception() is not None

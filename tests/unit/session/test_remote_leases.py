@@ -237,3 +237,18 @@ def test_two_choices_of_a_prefill_that_lost_its_pages_twice_are_released(rank: R
         rank.remote_leases.update(rank.me, 100.0)
     assert rank.reports() == [("r", True)]
     assert rank.remote_leases._sources == {}
+
+
+def test_a_release_goes_to_the_peer_as_it_is_met_anew(rank: Rank) -> None:
+    """All in one turn: a request comes and is aborted, and the peer's connection is given up since a transfer has failed."""
+    peers, peer = rank.world.dst.endpoints[0]._peers, rank.meet()
+    rank.remote_leases.start_renewing(Renew("a", REMOTE, LEASE), rank.me)
+    rank.remote_leases.stop_renewing("a")
+    rank.remote_leases.release(Release(REMOTE, LEASE))
+    peers.retire(peer)
+    peers.sweep(list)
+    rank.remote_leases.update(rank.me, 100.0)
+    assert (rank.reports(), rank.is_releasing) == ([], True)
+    meet(rank.world)
+    rank.remote_leases.update(rank.me, 100.0)
+    assert (rank.reports(), rank.is_releasing) == ([("r", True)], False)
