@@ -45,6 +45,9 @@ mamba2 = partial(state, "mamba", Mamba2, recurrent=Config.dtype)
 GPT_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 # Of `LlamaConfig`, `MistralConfig` and `Qwen2Config`.
 SIZES_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+# For `sets`: classes that compute the head size, whatever `head_dim` is, and those that have K and V per query head.
+COMPUTED_SIZE: Mapping[str, str | None] = {"head_dim": None}
+COMPUTED_HEADS: Mapping[str, str | None] = {**COMPUTED_SIZE, "num_key_value_heads": "num_attention_heads"}
 UNWINDOWED = attention(window=cache.unwindowed)
 ALL_FULL = uniform("full")
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
@@ -60,21 +63,24 @@ ATTENTION: Mapping[str, Family] = {
     "llama": Family(layers=BY_TYPE, if_partial=SIZES_7B, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, if_partial=SIZES_7B, if_absent={"sliding_window": 4096}),
     "starcoder2": Family(layers=BY_TYPE, kv_heads=2, head_size=DERIVED),
-    **dict.fromkeys(("phi3", "granite", "granitemoe", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
-    **dict.fromkeys(("granitemoeshared", "phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
+    **dict.fromkeys(("phi3", "granite", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
+    "granitemoe": Family(layers=BY_TYPE, sets=COMPUTED_SIZE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "granitemoeshared": Family(layers=BY_TYPE, sets=COMPUTED_SIZE, head_size=DERIVED),
+    **dict.fromkeys(("phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
     **dict.fromkeys(("ernie4_5", "ministral3"), Family(layers=BY_TYPE, head_size=128)),
-    "solar": Family(layers=BY_TYPE),
+    "solar": Family(layers=ALL_OR_NONE),
     "laguna": Family(layers=Windows(for_all=False), kv_heads=8, head_size=128),
     # One window for all layers or none.
     "mixtral": Family(layers=ALL_OR_NONE, kv_heads=8, head_size=DERIVED),
     "gemma": Family(layers=ALL_OR_NONE, kv_heads=16, head_size=256),
     "glm4": Family(layers=ALL_OR_NONE, kv_heads=2, head_size=128),
-    **dict.fromkeys(("nemotron", "cohere", "hyperclovax", "olmoe", "stablelm"), Family(layers=ALL_OR_NONE, head_size=DERIVED)),
+    **dict.fromkeys(("nemotron", "cohere", "hyperclovax"), Family(layers=ALL_OR_NONE, head_size=DERIVED)),
+    **dict.fromkeys(("olmoe", "stablelm"), Family(layers=ALL_OR_NONE, sets=COMPUTED_SIZE, head_size=DERIVED)),
     # Windows that must be switched on. Layers of Qwen2-MoE without types are of both, of which its class makes full ones.
-    "qwen2": Family(layers=SWITCHED, if_partial=SIZES_7B, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), Family(layers=Windows(switch=OFF, first=80), if_absent={"sliding_window": 4096}, kv_heads=8, head_size=DERIVED)),
+    "qwen2": Family(layers=SWITCHED, sets=COMPUTED_SIZE, if_partial=SIZES_7B, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), Family(layers=Windows(switch=OFF, first=80), sets=COMPUTED_SIZE, if_absent={"sliding_window": 4096}, kv_heads=8, head_size=DERIVED)),
     "qwen3": Family(layers=SWITCHED, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=128),
-    "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), kv_heads=16, head_size=DERIVED),
+    "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), sets=COMPUTED_SIZE, kv_heads=16, head_size=DERIVED),
     "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), if_absent={"sliding_window": 4096}, kv_heads=4, head_size=DERIVED),
     # The same, with layers that predict: `glm4_moe_mtp.py`, `ernie_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py`, `mimo_mtp.py`.
     "glm4_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=DERIVED),
@@ -123,12 +129,12 @@ ATTENTION: Mapping[str, Family] = {
         caches={"full": attention(heads=cache.gemma4_heads), "window": attention(window=cache.plain_window, heads=cache.listed_heads)},
         kv_heads=4, head_size=256)),
     # Other names for the usual fields: `GPT2Config`, `GPTJConfig`, `BloomConfig`, `OPTConfig`, `GPTNeoXConfig`, `telechat2.py`, `exaone.py`.
-    **dict.fromkeys(("gpt2", "gptj"), Family(layers=ALL_OR_NONE, names=GPT_NAMES, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
+    **dict.fromkeys(("gpt2", "gptj"), Family(layers=ALL_OR_NONE, names=GPT_NAMES, sets=COMPUTED_HEADS, head_size=DERIVED)),
     "bloom": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
                     kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "opt": Family(layers=ALL_OR_NONE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "gpt_neox": Family(layers=Windows(switch=ON), kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "telechat": Family(layers=Windows(switch=ON), names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    "opt": Family(layers=ALL_OR_NONE, sets=COMPUTED_HEADS, head_size=DERIVED),
+    "gpt_neox": Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "telechat": Family(layers=BY_TYPE, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
                        kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     "exaone": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     # KV heads in a way of their own: `falcon.py`, `configs/falcon.py`, `GPTBigCodeConfig`, `chatglm.py`, `DbrxConfig`, `step1.py`, `step3_text.py`.
@@ -136,14 +142,14 @@ ATTENTION: Mapping[str, Family] = {
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), Family(
         layers=ALL_FULL, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
         sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED)),
-    "gpt_bigcode": Family(layers=Windows(switch=ON), names=GPT_NAMES, sets={"num_key_value_heads": cache.bigcode_kv_heads}, head_size=DERIVED),
+    "gpt_bigcode": Family(layers=BY_TYPE, names=GPT_NAMES, sets={"num_key_value_heads": cache.bigcode_kv_heads}, head_size=DERIVED),
     "chatglm": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"},
                       sets={"num_key_value_heads": cache.chatglm_kv_heads, "head_dim": None}, head_size=DERIVED),
     "dbrx": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"},
-                   sets={"num_key_value_heads": "attn_config.kv_n_heads"}, head_size=DERIVED),
+                   sets={**COMPUTED_SIZE, "num_key_value_heads": "attn_config.kv_n_heads"}, head_size=DERIVED),
     # `nemotron_nas.py`: layers found by a search.
     "nemotron-nas": Family(layers=rules.nas, caches={"full": attention(heads=cache.block_heads)}, head_size=DERIVED),
-    "step1": Family(layers=Windows(switch=ON), sets={"num_key_value_heads": cache.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
+    "step1": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": cache.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
     "step3_text": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": 1}, head_size=256),
     # `configs/moondream3.py`, which has defaults for absent fields.
     **dict.fromkeys(("moondream3", "moondream3_text"), Family(
@@ -224,7 +230,7 @@ STATES: Mapping[str, Family] = {
             "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand", unless="mamba_d_ssm")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `JambaConfig`.
     "jamba": Family(
-        layers=rules.jamba, kv_heads=8, head_size=DERIVED,
+        layers=rules.jamba, sets=COMPUTED_SIZE, kv_heads=8, head_size=DERIVED,
         caches={"full": UNWINDOWED, "state": mamba1(cache.hidden_times("mamba_expand"), "mamba_d_state", "mamba_d_conv")}),
     # `Zamba2Config`, `zamba2.py`: a state in every layer; attention has K and V per query head, and is registered before all states.
     "zamba2": Family(
@@ -250,9 +256,9 @@ STATES: Mapping[str, Family] = {
         caches={"linear": state("linear", LinearState, "num_attention_heads", Config.head_size), "latent": latent(packs=False),
                 "delta": cache.kda("linear", "num_attention_heads", Config.head_size, "short_conv_kernel_size")}),
     # `Lfm2Config`, `lfm2.py`, `lfm2_moe.py`.
-    "lfm2": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
+    "lfm2": Family(layers=CONV_LAYERS, sets=COMPUTED_SIZE, kv_heads=8, head_size=DERIVED,
                    caches={"full": UNWINDOWED, "state": state("short_conv", ShortConv, ("conv_dim", "hidden_size"), "conv_L_cache")}),
-    "lfm2_moe": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
+    "lfm2_moe": Family(layers=CONV_LAYERS, sets=COMPUTED_SIZE, kv_heads=8, head_size=DERIVED,
                        caches={"full": UNWINDOWED, "state": state("short_conv", ShortConv, "hidden_size", "conv_L_cache")}),
     # `Mamba2Config`: the inner size is heads x head size. `MambaConfig`.
     "mamba2": Family(layers=uniform("state"), caches={"state": mamba2(

@@ -68,6 +68,30 @@ def test_windows_of_further_types(raw: dict[str, Any], expected: list[int | None
     )
 
 
+TYPES = ["full_attention", "sliding_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        *[(name, {"head_dim": 48}, Attention(8, 128, "bfloat16")) for name in ("qwen2", "qwen2_moe", "granitemoe", "olmoe", "stablelm")],
+        *[(name, {"head_dim": 48, "num_key_value_heads": 8}, Attention(32, 128, "bfloat16")) for name in ("gpt2", "gptj", "opt")],
+        *[(name, {"layer_types": TYPES, "sliding_window": 64}, Attention(8, 128, "bfloat16")) for name in ("solar", "step1")],
+        *[(name, {"use_sliding_window": False, "sliding_window": 64}, Attention(heads, 128, "bfloat16", window_tokens=64))
+          for name, heads in (("step1", 8), ("gpt_neox", 32), ("telechat", 32), ("gpt_bigcode", 1))],
+    ],
+)  # fmt: skip
+def test_what_a_class_of_vllm_ignores_shapes_no_cache(
+    model_type: str, fields: dict[str, Any], expected: Attention
+) -> None:
+    sizes = {"n_layer": 4, "n_head": 32, "n_embd": 4096, "head_dim": 128, "num_attention_groups": 8}
+    if model_type != "gpt_bigcode":
+        sizes |= {"num_attention_heads": 32}
+    unusual = model_type in ("gpt_neox", "telechat", "gpt_bigcode")
+    raw = {**PLAIN, "num_key_value_heads": None if unusual else 8, **sizes, "model_type": model_type, **fields}
+    assert {layer.kind for layer in read_model("m", changed(raw)).layers} == {expected}
+
+
 @pytest.mark.parametrize("value", [None, 0])
 @pytest.mark.parametrize(
     "model_type", ["gemma3_text", "muse_glimmer_text", "exaone4", "exaone_moe", "afmoe", "gpt_oss", "gemma2"]
