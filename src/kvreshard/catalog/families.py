@@ -244,12 +244,12 @@ STATES: Mapping[str, Family] = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_5, kv_heads=2)),
     "olmo_hybrid": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers"),
                           kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    # `KimiLinearConfig`. Older files keep the sizes of delta attention in an object.
+    # `KimiLinearConfig`. Older files keep the sizes of delta attention in an object, which wins.
     **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(
         layers=listed({"linear_attention": "state", "full_attention": "latent"}, rules.kimi_linear), predicts=mtp("latent"),
         caches={"state": cache.kda(
-            "kda", ("linear_num_heads", "linear_attn_config.num_heads"), ("linear_head_dim", "linear_attn_config.head_dim"),
-            ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size"))})),
+            "kda", ("linear_attn_config.num_heads", "linear_num_heads"), ("linear_attn_config.head_dim", "linear_head_dim"),
+            ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"))})),
     # `bailing_moe_linear.py`, `bailing_moe_v3.py`.
     "bailing_hybrid": Family(
         layers=rules.bailing, predicts=mtp("latent"), if_null={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,

@@ -182,6 +182,8 @@ def test_kimi_linear_in_both_forms_of_its_file() -> None:
         layer_types=["linear_attention"] * 3 + ["full_attention"],
     )  # fmt: skip
     assert read_model("m", newer).layers == model.layers
+    both = changed(KIMI, linear_num_heads=16, linear_head_dim=64, linear_conv_kernel_dim=2)
+    assert read_model("m", both).layers == model.layers  # as transformers' class reads it
 
 
 def test_a_model_that_loops_keeps_a_window_of_every_loop_but_the_first() -> None:
