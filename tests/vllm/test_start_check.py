@@ -336,7 +336,9 @@ def test_where_pictures_may_be_missing_or_blocks_incomplete_this_connector_is_as
     if before is None or role == "kv_producer":
         assert check_outer(child, has_windows=has_windows)
         return
-    with pytest.raises(LayoutError, match=f"MultiConnector asks {before} x: .*list this connector first"):
+    with pytest.raises(
+        LayoutError, match=f"MultiConnector asks {before} x: .*list x first, or give it kv_role kv_producer"
+    ):
         check_outer(child, has_windows=has_windows)
 
 

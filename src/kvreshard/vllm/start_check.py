@@ -74,7 +74,7 @@ def check_outer(vllm_config: Any, *, has_windows: bool) -> bool:
         raise LayoutError(
             f"{outer.kv_connector} asks {' and '.join(map(_describe, before))} before {config.kv_connector}: it may store blocks of a window that a "
             "load leaves incomplete, or load what stands before a picture that is not here, and vLLM would compute the rest without the picture; "
-            "list this connector first"
+            f"list {config.kv_connector} first, or give it kv_role kv_producer if this engine only prefills"
         )
     return len(children) > 1
 
