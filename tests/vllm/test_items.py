@@ -148,8 +148,8 @@ def test_what_is_isolated_shares_no_block_of_vllms_prefix_cache() -> None:
         Request(str(i), list(range(70)), SamplingParams(max_tokens=20), None, block_hasher=get_request_block_hasher(16, sha256))
         for i in range(3)
     ]  # fmt: skip
-    isolate(made[1], "a")
-    isolate(made[2], "b")
+    isolate(made[1])
+    isolate(made[2])
     for request in made:
         request.append_output_token_ids(list(range(20)))
         assert len(request.block_hashes) == 5

@@ -34,10 +34,10 @@ SPEAKING = "thinker_config"
 # Types whose language model is an object inside another.
 INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
 # Files of these keep the fields of the language model beside those of the encoder, and transformers makes its text configuration of them.
+FLAT: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 NO_MODEL_TYPE = (
     "give a text; is this the config.json of a model? A layout file goes to `kvreshard plan` without --model"
 )
-FLAT: Mapping[str, str] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
 ENCODERS = ("vision_config", "encoder_config")

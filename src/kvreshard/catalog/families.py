@@ -144,12 +144,12 @@ ATTENTION: Mapping[str, Family] = {
         sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED)),
     "gpt_bigcode": Family(layers=BY_TYPE, names=GPT_NAMES, sets={"num_key_value_heads": cache.bigcode_kv_heads}, head_size=DERIVED),
     "chatglm": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"},
-                      sets={"num_key_value_heads": cache.chatglm_kv_heads, "head_dim": None}, head_size=DERIVED),
+                      sets={**COMPUTED_SIZE, "num_key_value_heads": cache.chatglm_kv_heads}, head_size=DERIVED),
     "dbrx": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"},
                    sets={**COMPUTED_SIZE, "num_key_value_heads": "attn_config.kv_n_heads"}, head_size=DERIVED),
     # `nemotron_nas.py`: layers found by a search.
     "nemotron-nas": Family(layers=rules.nas, caches={"full": attention(heads=cache.block_heads)}, head_size=DERIVED),
-    "step1": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": cache.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
+    "step1": Family(layers=ALL_OR_NONE, sets={**COMPUTED_SIZE, "num_key_value_heads": cache.step1_kv_heads}, head_size=DERIVED),
     "step3_text": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": 1}, head_size=256),
     # `configs/moondream3.py`, which has defaults for absent fields.
     **dict.fromkeys(("moondream3", "moondream3_text"), Family(

@@ -18,6 +18,7 @@ the cache that it loads. So
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -153,12 +154,12 @@ def find_unseen(token_ids: Sequence[int], items: Iterable[Item], placeholders: f
     return int(stands.argmax()) if stands.any() else None
 
 
-def isolate(request: Request, tag: str) -> None:
-    """Hash the request's blocks with one more key, so that they are prefix hits of no request without it, and the other way round.
+def isolate(request: Request) -> None:
+    """Hash the request's blocks with a key of its own, so that they are prefix hits of no other request, and the other way round.
 
     vLLM hashes the first block of a request with its `cache_salt`, and each block with the one before (0.32.0, `generate_block_hash_extra_keys`).
     """
-    request.cache_salt = f"{request.cache_salt or ''}|kvreshard {tag}"
+    request.cache_salt = f"{request.cache_salt or ''}|kvreshard request {secrets.token_hex(16)}"
     request.block_hashes.clear()
     request.update_block_hashes()
 

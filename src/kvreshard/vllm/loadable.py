@@ -20,7 +20,6 @@ prefix hits, and needs none behind its window.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -96,7 +95,7 @@ class LoadableTokens:
         if none is not None:
             return none
         if self.has_siblings and self._leaves_incomplete(prefill):
-            isolate(request, f"request {secrets.token_hex(16)}")
+            isolate(request)
         if self._has_position(prefill):
             return Loadable(prefill.num_tokens)
         fallback = "" if same else "prompt"

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ class MissingItems:
         self._note(request, compare(theirs.items, mine, int(request.num_prompt_tokens), None, self._positions))
         has_other_salt = bool(theirs.salt) and theirs.salt != digest_with_key(request.cache_salt or "", key)
         if has_other_salt or request.request_id in self._needed:
-            isolate(request, f"request {secrets.token_hex(16)}")
+            isolate(request)
 
     def arrive_unasked(self, request: Request, theirs: PromptDigest) -> None:
         """The source's key will not be known: whether items and salts are the same cannot be decided."""
@@ -62,7 +61,7 @@ class MissingItems:
             )
             self._needed[request.request_id] = _Needed(None, reason)
         if theirs.items or theirs.salt:
-            isolate(request, f"request {secrets.token_hex(16)}")
+            isolate(request)
 
     def arrive_unknown(self, request: Request, why: str) -> None:
         """Nothing is known of the prefill: a token that stands for an item must have one here."""
