@@ -28,11 +28,16 @@ ENGINES_S = 0.010
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of a model, all and those that one token uses, and bytes of each."""
+    """Parameters of a model, all and those that one token uses, and bytes of each.
+
+    `pair_operations`: of attention, for each pair of a token and one before it: a product with the key and one with the value, per head
+    and layer. Layers with a window are left out.
+    """
 
     total: float
     active: float
     bytes_each: int
+    pair_operations: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,17 @@ def _mamba() -> Mapping[str, Any]:
     }  # fmt: skip
 
 
+def _attention(*, layers: int, heads: int, key: int, value: int) -> float:
+    """`Weights.pair_operations`. `heads`: of queries; `key`, `value`: numbers per head. All as the models' own files say."""
+    return 2.0 * layers * heads * (key + value)
+
+
 def shapes() -> list[Shape]:
     """The models of the comparison. Llama at equal and at halved TP, the others at the TP they are run at."""
-    llama, deepseek = Weights(70.6e9, 70.6e9, 2), Weights(671e9, 37e9, 1)
-    gemma, nemotron = Weights(31e9, 31e9, 2), Weights(31.6e9, 3.6e9, 2)
+    llama = Weights(70.6e9, 70.6e9, 2, _attention(layers=80, heads=64, key=128, value=128))
+    deepseek = Weights(671e9, 37e9, 1, _attention(layers=61, heads=128, key=192, value=128))
+    gemma = Weights(31e9, 31e9, 2, _attention(layers=10, heads=32, key=512, value=512))
+    nemotron = Weights(31.6e9, 3.6e9, 2, _attention(layers=6, heads=32, key=128, value=128))
     tp8, tp4 = "tp=8,order=HND", "tp=4,order=HND"
     hybrid = "tp=4,conv=dim-first,order=HND,kernel=16"
     states = Pair(2, 4, 4, 1056, src_kernel_blocks=66, dst_kernel_blocks=66, mamba=_mamba())
@@ -82,15 +94,18 @@ def shapes() -> list[Shape]:
 
 
 def first_token_s(shape: Shape, num_tokens: int) -> float:
-    """Seconds until the first token of such a prompt, estimated low: H100s, the cache's transfer and attention for nothing.
+    """Seconds until the first token of such a prompt, estimated low: H100s, the cache's transfer for nothing.
 
     The prompt's operations, or reading all weights once where that takes longer; the decode engine's active weights once; `ENGINES_S`.
+    A token attends to those before it, so attention grows with the square of the prompt: at 128k tokens it is more than half of Llama-3.1-70B's
+    operations.
     """
     assert shape.pair is not None
     assert shape.weights is not None
     weights, prefill, decode = shape.weights, shape.pair.src_tp, shape.pair.dst_tp
     peak = PEAK_BF16 * 2 / weights.bytes_each
-    compute_s = 2 * weights.active * num_tokens / (prefill * peak * USED_SHARE)
+    operations = 2 * weights.active * num_tokens + weights.pair_operations * num_tokens**2 / 2
+    compute_s = operations / (prefill * peak * USED_SHARE)
     reading_s = weights.total * weights.bytes_each / (prefill * MEMORY_BANDWIDTH)
     step_s = weights.active * weights.bytes_each / (decode * MEMORY_BANDWIDTH)
     return max(compute_s, reading_s) + step_s + ENGINES_S
