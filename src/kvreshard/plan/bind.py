@@ -36,7 +36,7 @@ SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few copies for any share below it
 class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     """Pages from one source rank whose entries lie alike.
 
-    Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joined`: how many of them
+    Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joins`: which but the first
     continue the one before on both sides; then all entries do. Where the entries of a page differ in length, nothing is joined.
     `order`: of the pairs as they were found, None where that is the source's.
     """
@@ -45,12 +45,17 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     src: Int64s
     dst: Int64s
     length: Int64s
-    joined: int
+    joins: NDArray[np.bool_] | None
     order: NDArray[np.intp] | None = None
 
     @property
     def num_entries(self) -> int:
         return self.found[0].page.num_entries
+
+    @property
+    def joined(self) -> int:
+        """How many copies of an entry continue the one before."""
+        return 0 if self.joins is None else int(np.count_nonzero(self.joins))
 
     @property
     def num_copies(self) -> int:
@@ -83,14 +88,14 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
         src, dst, length = self.src, self.dst, self.length
         if self.joined:
             most = max_joined_bytes(self.num_entries * int(length.sum())) if max_bytes is None else max_bytes
-            src, dst, length = coalesce(src, dst, length, max_bytes=most)
+            src, dst, length = coalesce(src, dst, length, max_bytes=most, joins=self.joins)
         page = first.page
         return CopyList(
             first.src_rank,
             first.dst_rank,
             ((page.src_start - page.src_start[0])[:, None] + src).reshape(-1),
             ((page.dst_start - page.dst_start[0])[:, None] + dst).reshape(-1),
-            np.broadcast_to(length, (page.num_entries, len(length))).reshape(-1),
+            (np.zeros((page.num_entries, 1), dtype=np.int64) + length).reshape(-1),
         )
 
     def _by_page(self) -> Iterator[PagedCopies]:
@@ -129,16 +134,20 @@ def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:
 
 
 def _aligned(found: Sequence[PagedCopies]) -> AlignedPages:
-    page = found[0].page
-    src = joined([one.page.src_start[0] + one.src_page * one.page.src_stride for one in found])
-    dst = joined([one.page.dst_start[0] + one.dst_page * one.page.dst_stride for one in found])
-    if not page.run_bytes:
-        return AlignedPages(found, src, dst, np.repeat(page.length[0], len(src)), 0, _source_order(src))
-    length = np.repeat([one.page.run_bytes for one in found], [len(one.src_page) for one in found])
+    first_entries = np.array([one.page.first_entry for one in found]).T
+    src_start, src_stride, dst_start, dst_stride, length = np.repeat(
+        first_entries, [len(one.src_page) for one in found], axis=1
+    )
+    src = joined([one.src_page for one in found]) * src_stride
+    src += src_start
+    dst = joined([one.dst_page for one in found]) * dst_stride
+    dst += dst_start
     order = _source_order(src)
+    if not found[0].page.run_bytes:
+        return AlignedPages(found, src, dst, length, None, order)
     if order is not None:
         src, dst, length = src[order], dst[order], length[order]
-    return AlignedPages(found, src, dst, length, int(np.count_nonzero(continues(src, dst, length))), order)
+    return AlignedPages(found, src, dst, length, continues(src, dst, length), order)
 
 
 def _source_order(src: Int64s) -> NDArray[np.intp] | None:

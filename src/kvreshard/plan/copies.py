@@ -61,7 +61,8 @@ class Page:
     `src_start`, `dst_start`: addresses of the entries in page 0. `region`: equal numbers where the regions of both sides are the same.
     Pages lie every `src_stride` and `dst_stride` bytes, and their ids are below `src_count` and `dst_count`.
     `run_bytes`: the length of all entries, 0 where they differ. `shape`: equal for pages whose entries lie alike, so that a copy of one
-    may continue a copy of the other; None where entries differ in length. `recurs`: whether other requests have the page too, so that it
+    may continue a copy of the other; None where entries differ in length. `first_entry`: its addresses in page 0, each followed by the
+    stride, and its length, shape (5,). `recurs`: whether other requests have the page too, so that it
     is worth preparing; the page that a request fills in part is its own.
 
     A transport keeps what it prepares for a page as long as the object lives.
@@ -78,12 +79,15 @@ class Page:
     recurs: bool = True
     run_bytes: int = field(init=False)
     shape: tuple[bytes, ...] | None = field(init=False)
+    first_entry: Int64s = field(init=False)
 
     def __post_init__(self) -> None:
         run_bytes = int(self.length[0]) if (self.length == self.length[0]).all() else 0
         columns = self.src_start - self.src_start[0], self.dst_start - self.dst_start[0], self.region
         object.__setattr__(self, "run_bytes", run_bytes)
         object.__setattr__(self, "shape", tuple(column.tobytes() for column in columns) if run_bytes else None)
+        first = self.src_start[0], self.src_stride, self.dst_start[0], self.dst_stride, self.length[0]
+        object.__setattr__(self, "first_entry", np.array(first, dtype=np.int64))
 
     @staticmethod
     def of(
@@ -155,8 +159,12 @@ def continues(src: Int64s, dst: Int64s, length: Int64s) -> NDArray[np.bool_]:
     return found
 
 
-def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
+def coalesce(
+    src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int, joins: NDArray[np.bool_] | None = None
+) -> tuple[Int64s, Int64s, Int64s]:
     """Join neighbours that continue one another on both sides. A joined copy ends with the neighbour that reaches `max_bytes`.
+
+    `joins`: what `continues` says of them, where it is known.
 
     >>> src, dst, length = np.array([0, 4, 9]), np.array([50, 54, 58]), np.array([4, 4, 2])
     >>> coalesce(src, dst, length, max_bytes=100)
@@ -165,7 +173,7 @@ def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tup
     if len(src) < 2:
         return src, dst, length
     begins = np.ones(len(src), dtype=bool)
-    begins[1:] = ~continues(src, dst, length)
+    begins[1:] = ~(continues(src, dst, length) if joins is None else joins)
     before = np.add.accumulate(length) - length
     share = (before - np.maximum.accumulate(before * begins)) // max_bytes
     begins[1:] |= share[1:] != share[:-1]

@@ -58,9 +58,12 @@ class PageRange(msgspec.Struct, frozen=True):
     def page_ids(self, table: PageTable, span: Span, page_step: int) -> Int64s:
         """The ids of page `page_step` of every span in which a page range lies, shape (count,)."""
         at, every = self.first // span.indices * span.pages + page_step, self.step // span.indices * span.pages
-        if span.ring_pages is not None:
-            return table.pages[(at + every * np.arange(self.count)) % span.ring_pages]
-        at -= table.first_page
+        if span.ring_pages is None:
+            at -= table.first_page
+        else:
+            at %= span.ring_pages
+            if at + every * (self.count - 1) >= span.ring_pages:
+                return table.pages[(at + every * np.arange(self.count)) % span.ring_pages]
         if at < 0 or at + every * (self.count - 1) >= len(table.pages):
             raise AssertionError(f"page {at} of a table of {len(table.pages)}")  # a bug: requests are checked before
         return table.pages[at : at + every * (self.count - 1) + 1 : every]

@@ -40,7 +40,6 @@ class Used(NamedTuple):
     pages: Int64s
     ranges: set[tuple[int, int]]
 
-    @property
     def ids(self) -> Int64s:
         """The page ids, each entry's once."""
         end, found = 0, []
@@ -81,10 +80,10 @@ def check_request(route: Route, request: Request) -> None:
             _check_tokens(side, table, intervals)
             for interval in intervals:
                 ranges.add(_entries(pair.sequence, side, side.owned, table, interval))
-    for what, of_side in (("source", src_used), ("destination", dst_used)):
-        for used_pages in of_side.values():
-            _check_ids(used_pages.group, used_pages.ids, what)
-    _check_used_once(route, dst_used, request)
+    written = [(used.group, used.ids()) for used in dst_used.values()]
+    _check_ids([(used.group, used.ids()) for used in src_used.values()], "source")
+    _check_ids(written, "destination")
+    _check_used_once(route, {group.name: pages for group, pages in written}, request)
 
 
 def _check_group_names(route: Route, request: Request) -> None:
@@ -155,30 +154,42 @@ def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, int
     return low - table.first_page, high - table.first_page
 
 
-def _check_ids(group: Group, pages: Int64s, side: str) -> None:
-    """Every id inside its pool, and none the null page."""
-    if not len(pages):
-        return
+def _check_ids(tables: Sequence[tuple[Group, Int64s]], side: str) -> None:
+    """Every id inside its pool, and none the null page. Groups that share a pool are looked at together."""
+    together: defaultdict[tuple[int, int | None], list[tuple[Group, Int64s]]] = defaultdict(list)
+    for group, pages in tables:
+        if len(pages):
+            together[group.num_pages, group.null_page].append((group, pages))
+    for (num_pages, null_page), found in together.items():
+        if not _are_inside(joined([pages for _, pages in found]), num_pages, null_page):
+            raise _outside(*next(one for one in found if not _are_inside(one[1], num_pages, null_page)), side)
+
+
+def _are_inside(pages: Int64s, num_pages: int, null_page: int | None) -> bool:
     low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
+    may_have_null = null_page is not None and low <= null_page <= high
+    return low >= 0 and high < num_pages and not (may_have_null and bool((pages == null_page).any()))
+
+
+def _outside(group: Group, pages: Int64s, side: str) -> BindError:
+    low, high = int(pages.min()), int(pages.max())
     if low < 0 or high >= group.num_pages:
-        raise BindError(
+        return BindError(
             f"group '{group.name}': the {side}'s block table names page {low if low < 0 else high}, but its pool "
             f"'{group.pool}' has pages [0, {group.num_pages})"
         )
-    if group.null_page is not None and low <= group.null_page <= high and (pages == group.null_page).any():
-        raise BindError(
-            f"group '{group.name}': the {side}'s block table has the null page {group.null_page} inside the tokens to "
-            "be moved; move only tokens whose pages exist"
-        )
+    return BindError(
+        f"group '{group.name}': the {side}'s block table has the null page {group.null_page} inside the tokens to "
+        "be moved; move only tokens whose pages exist"
+    )
 
 
-def _check_used_once(route: Route, written: Mapping[str, Used], request: Request) -> None:
+def _check_used_once(route: Route, written: Mapping[str, Int64s], request: Request) -> None:
     """No page of a pool is written or called new by two groups, or twice by one."""
     by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
     for group in route.dst_groups:
         new = _new_pages(group, request) if request.dst_new_pages else _NO_PAGES
-        found = written.get(group.name)
-        pages = found.ids if found is not None else new[:0]
+        pages = written.get(group.name, _NO_PAGES)
         if len(new):
             _once(group.pool, {group.name: pages})
             pages = np.union1d(pages, new)
@@ -214,5 +225,5 @@ def _new_pages(group: Group, request: Request) -> Int64s:
         raise BindError(
             f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
         )
-    _check_ids(group, new_pages, "destination")
+    _check_ids([(group, new_pages)], "destination")
     return new_pages

@@ -44,6 +44,7 @@ MAX_INDEX = 1 << 31
 LISTED_AT_ONCE = 1 << 16
 
 KINDS = ("cpu", "cuda")
+NO_INDEX = np.zeros((2, 0, 1), dtype=np.int32)
 
 Rows = NDArray[np.uint64]
 
@@ -256,8 +257,8 @@ def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int] | No
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
     # Only pages that `is_indexed` says yes to are picked by index; those of others do not fit 32 bits, and nobody looks at them.
-    first_index = np.multiply.outer(counts or (0, 0), np.arange(len(local) if counts else 0)).astype(np.int32)
-    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index[:, :, None])
+    first_index = np.multiply.outer(counts, np.arange(len(local)))[:, :, None].astype(np.int32) if counts else NO_INDEX
+    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index)
 
 
 class SliceBudget:
