@@ -161,7 +161,8 @@ class Peers:
     def cancel(self, remote: RemoteEngine) -> None:
         """Stop asking an engine that nobody wants any more. One that has answered stays."""
         known = self._known.get(remote)
-        if known is not None and known.reply is not None and known.reply.cancel():
+        reply = None if known is None else known.reply  # looked at once: the answer comes on another thread
+        if reply is not None and reply.cancel():
             self._drop(remote)
 
     def forget(self, peer: Peer) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, ClassVar, cast
 
 import pytest
 from tests.faulty_memory import FaultyFabric, no_fault
@@ -341,6 +343,24 @@ def test_what_is_being_connected_is_not_cancelled(room: Room) -> None:
     room.peers.cancel(room.remote)
     room.gate.set()
     assert peer.result(PATIENCE_S) is room.peers.met(room.remote)
+
+
+def test_an_engine_may_answer_at_the_moment_when_it_is_not_wanted_any_more(room: Room) -> None:
+    """The answer comes on another thread, which sets `reply` to None, between any two looks at it."""
+    answered: Future[bytes] = Future()
+    answered.set_result(b"")
+
+    class Answering:
+        replies: ClassVar = [answered, None]
+
+        @property
+        def reply(self) -> Future[bytes] | None:
+            found: Future[bytes] | None = self.replies.pop(0)
+            return found
+
+    known = room.peers._known[room.remote] = cast(Any, Answering())
+    room.peers.cancel(room.remote)
+    assert room.peers._known.pop(room.remote) is known
 
 
 def test_peers_end_while_hosts_do_not_answer(room: Room) -> None:
