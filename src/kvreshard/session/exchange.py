@@ -263,7 +263,11 @@ async def look_up(address: Address) -> Address:
         finally:
             _free_lookups.release()
 
-    threading.Thread(target=resolve, name="kvreshard-lookup", daemon=True).start()
+    try:
+        threading.Thread(target=resolve, name="kvreshard-lookup", daemon=True).start()
+    except RuntimeError as error:  # this process has as many threads as it may have
+        _free_lookups.release()
+        raise OSError(str(error)) from error
     return Address(await asyncio.wrap_future(found), address.port)
 
 

@@ -73,11 +73,14 @@ class HandshakeClient:
                 pending.answer.cancel()
                 return pending.answer
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._loop,), name="kvreshard-handshake", daemon=True
-                )
-                self._thread.start()
+                try:
+                    self._start()
+                except (
+                    OSError,
+                    RuntimeError,
+                ) as error:  # as many files or threads as there may be: the next question tries again
+                    pending.answer.set_exception(_cannot_be_asked(address, error))
+                    return pending.answer
             self._call(lambda: self._add(pending))
         pending.answer.add_done_callback(lambda _: self._call(lambda: self._drop(pending)))
         return pending.answer
@@ -95,6 +98,17 @@ class HandshakeClient:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function)
+
+    def _start(self) -> None:
+        """Start the client's thread. Raises OSError or RuntimeError."""
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._run, args=(loop,), name="kvreshard-handshake", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
 
     # Below: on the client's thread only.
 
@@ -149,7 +163,7 @@ class HandshakeClient:
             if pending.server_key is not None:
                 self._server_keys[pending.address] = pending.server_key
         except Exception as error:  # noqa: BLE001  it belongs to whoever asked
-            outcome = error
+            outcome = error if isinstance(error, HandshakeError) else _cannot_be_asked(pending.address, error)
         pending.task = None
         self._leave(pending)
         with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
@@ -199,6 +213,10 @@ class HandshakeClient:
             self._next[address] = None
         else:
             self._waiting.pop(address, None)
+
+
+def _cannot_be_asked(address: Address, error: Exception) -> HandshakeError:
+    return HandshakeError(f"the engine at {address} cannot be asked: {type(error).__name__}: {error}")
 
 
 def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:

@@ -295,7 +295,7 @@ class Peers:
         elif (error := reply.exception()) is not None:
             self._end(known, error)
         elif not self._workers.submit(lambda: self._meet(me, remote, reply.result(), known)):
-            known.peer.cancel()
+            self._end(known, HandshakeError("no new thread can be started here to meet it; let this process have more"))
 
     def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, known: _Known) -> None:
         """Steps 2 and 3."""
@@ -380,5 +380,5 @@ class Peers:
             self._checked.put((peer, is_there))
             self._wake()
 
-        if not reply.cancelled():
-            self._workers.submit(note)
+        if reply.cancelled() or not self._workers.submit(note):
+            self._checked.put((peer, True))  # nothing was found out

@@ -6,6 +6,7 @@ with the process.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -26,15 +27,18 @@ class Workers:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> bool:
-        """Queue work; False once closed."""
+        """Queue work; False once closed, and where not one thread can be started."""
         with self._lock:
             if self._is_closed:
                 return False
+            if self._num_open >= self._num_threads and self._num_threads < self._max_threads:
+                # A process that has as many threads as it may have does with those that there are.
+                with contextlib.suppress(RuntimeError):
+                    threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                    self._num_threads += 1
+            if not self._num_threads:
+                return False
             self._num_open += 1
-            is_more = self._num_open > self._num_threads
-            if is_more and self._num_threads < self._max_threads:
-                self._num_threads += 1
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._work.put(work)
         return True
 

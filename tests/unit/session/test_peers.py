@@ -363,6 +363,31 @@ def test_an_engine_may_answer_at_the_moment_when_it_is_not_wanted_any_more(room:
     assert room.peers._known.pop(room.remote) is known
 
 
+@pytest.mark.parametrize("name", ["kvreshard-handshake", "kvreshard-compile", "kvreshard-lookup"])
+def test_where_no_thread_can_be_started_an_engine_is_met_later(
+    room: Room, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A process that has as many threads as it may have gets them again when others end."""
+    start, refused = threading.Thread.start, [name, name]
+
+    def start_some(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    room.gate.set()
+    remote = replace(room.remote, address=Address("localhost", room.remote.address.port))
+    for _ in range(2):
+        error = room.peers.get(room.me, remote).exception(PATIENCE_S)
+        assert isinstance(error, HandshakeError)
+        assert "new thread" in str(error)
+        room.clock.now_s += room.peers._options.retry_s
+    assert room.peers.get(room.me, remote).result(PATIENCE_S).remote == remote
+    assert not room.peers._num_of_host
+
+
 def test_peers_end_while_hosts_do_not_answer(room: Room) -> None:
     with Mute(3) as mute:
         several = patient(room)
