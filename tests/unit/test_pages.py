@@ -38,6 +38,7 @@ BOUNDS = {
     "a layout": "model.wire.MAX_MESSAGE_BYTES",
     "an instance's answer to a handshake": "session.engine_metadata.MAX_ENGINE_METADATA_BYTES",
     "NIXL's metadata of one rank": "session.engine_metadata.MAX_RANK_METADATA_BYTES",
+    "registered regions of one rank": "transport.regions.MAX_REGIONS",
     "a question at the handshake port": "session.handshake_messages.MAX_MESSAGE_BYTES",
     "questions that a rank asks at once": "session.handshake_client.MAX_AT_ONCE",
     "instances of one host that are asked at once": "session.peers.MAX_PER_HOST",

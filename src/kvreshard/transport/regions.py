@@ -11,6 +11,7 @@ lie in one registration), metadata that is malformed, too large or of a later ve
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -23,8 +24,10 @@ from kvreshard.transport.base import MemoryRegion, TransportError
 
 METADATA_VERSION = 1
 
-# 64 MiB is some 10^6 regions; real engines register a few hundred.
 MAX_METADATA_BYTES = 64 * 1024 * 1024
+# Of one rank: twice as many as its layout may have. Real engines register a few hundred. A region takes a byte of a message, and 60 times as
+# much where it is read.
+MAX_REGIONS = 1 << 15
 
 
 class RegionTable:
@@ -112,9 +115,9 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     version: int = METADATA_VERSION
     kind: str
     name: str
-    addresses: list[int]
-    sizes_bytes: list[int]
-    devices: list[str]
+    addresses: Annotated[list[int], msgspec.Meta(max_length=MAX_REGIONS)]
+    sizes_bytes: Annotated[list[int], msgspec.Meta(max_length=MAX_REGIONS)]
+    devices: Annotated[list[str], msgspec.Meta(max_length=MAX_REGIONS)]
     native: bytes = b""
 
     def table(self) -> RegionTable:

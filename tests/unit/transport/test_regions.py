@@ -9,7 +9,7 @@ import pytest
 
 from kvreshard.plan.copies import Int64s
 from kvreshard.transport.base import MemoryRegion, TransportError
-from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
+from kvreshard.transport.regions import MAX_REGIONS, RegionTable, decode_metadata, encode_metadata
 
 A, B, C = MemoryRegion(1000, 100), MemoryRegion(1100, 50), MemoryRegion(5000, 10, "cuda:1")
 TABLE = RegionTable([C, A, B])
@@ -74,6 +74,16 @@ def test_a_region_at_the_top_of_the_address_space() -> None:
     table = RegionTable([MemoryRegion(2**63 - 8, 8)])
     last = np.array([2**63 - 1], dtype=np.int64)
     assert table.locate("local", last, np.array([1], dtype=np.int64)).tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["addresses", "sizes_bytes", "devices"])
+def test_a_peer_cannot_name_regions_without_end(name: str) -> None:
+    """Of one byte each, 64 MiB of metadata would be 30 million regions: gigabytes, and a minute of work for whoever reads them."""
+    lists = {"addresses": [5], "sizes_bytes": [5], "devices": ["cpu"]}
+    lists[name] = lists[name] * (MAX_REGIONS + 1)
+    message = {"version": 1, "kind": "nixl", "name": "p", **lists, "native": b""}
+    with pytest.raises(TransportError, match=rf"not readable: .*{MAX_REGIONS}"):
+        decode_metadata("nixl", msgspec.msgpack.encode(message))
 
 
 def test_overlap_is_refused_and_contact_is_not() -> None:
