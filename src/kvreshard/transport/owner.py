@@ -372,7 +372,8 @@ class Owner:
         return True
 
     def _warn(self, what: str, error: Exception) -> None:
-        logger.warning("%s: %s: %s", self.name, what, error, extra=fields("nixl_call_failed"))
+        parts = self.name, what, error
+        self._repeats.log(logging.WARNING, what, "%s: %s: %s", *parts, extra=fields("nixl_call_failed"))
 
     def _tear_down(self) -> None:
         """Close the agent first: only then is it sure that slices given up move no more bytes."""

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.transport.fake_agent import FakeAgent, Stuck
 from tests.work import count_bytecodes
 
+from kvreshard.model.logs import FIRST_LINES
 from kvreshard.plan.copies import CopyList
 from kvreshard.transport import work_queue
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
@@ -192,6 +193,22 @@ def test_a_surprise_from_the_agent_fails_what_it_belongs_to_and_nothing_else(
     until(lambda: not surprises)
     owner.post(second)
     second.transfer.wait(10.0)
+
+
+def test_notifications_that_can_never_be_read_do_not_fill_the_log(
+    owner: Owner, agent: FakeAgent, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are tried some hundred times a second."""
+    looks = list[int]()
+
+    def receive() -> list[tuple[str, bytes]]:
+        looks.append(0)
+        raise TransportError("the backend is gone")
+
+    monkeypatch.setattr(agent, "receive", receive)
+    until(lambda: len(looks) > 3 * FIRST_LINES)
+    lines = [record for record in caplog.records if "could not be read" in record.message]
+    assert len([line for line in lines if line.levelname == "WARNING"]) == FIRST_LINES
 
 
 def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
