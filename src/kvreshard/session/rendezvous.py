@@ -21,8 +21,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.handshake_messages import Known
-from kvreshard.session.statement import Answer, PageList, Statement, encode_reply
+from kvreshard.session.handshake_messages import MAX_FRAME_BYTES, Known
+from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, PageList, Statement, encode_reply
 
 MAX_ENDED = 10_000
 _Unstated = tuple[Statement, dict[str, tuple[list[int], int]], dict[str, PageTable], float | None]
@@ -114,16 +114,20 @@ class Rendezvous:
 
     def answer(self, questions: Sequence[Known], *, is_last: bool) -> bytes | None:
         """The answer to a question; None while there is nothing new. `is_last`: answer in any case. That a source has
-        the request is news to a reader that does not know it.
+        the request is news to a reader that does not know it. What makes the answer longer than a reader takes is left out.
         """
         with self._lock:  # the engine's thread waits for it: what takes longer is done behind
             found = [self._find(known, is_last=is_last) for known in questions]
             key = self._key
-        answers = {
-            place: one if isinstance(one, Answer) else _found(one, key)
-            for place, one in enumerate(found)
-            if one is not None
-        }
+        answers, left_bytes = dict[int, Answer](), MAX_STATEMENT_BYTES
+        for place, one in enumerate(found):
+            if one is None:
+                continue
+            answer = one if isinstance(one, Answer) else _found(one, key)
+            left_bytes -= _num_bytes(answer)
+            if left_bytes < 0 and answers:  # the next question asks for them again
+                break
+            answers[place] = answer
         return encode_reply(answers) if answers or is_last else None
 
     def _find(self, known: Known, *, is_last: bool) -> Answer | _Unstated | None:
@@ -176,6 +180,13 @@ def _found(unstated: _Unstated, key: bytes) -> Answer:
     tables = listed | tables
     stated = replace(shown, pages={name: PageList.of(table) for name, table in tables.items()})
     return Answer("found", statement=stated.sealed(key, tables), left_s=left_s)
+
+
+def _num_bytes(answer: Answer) -> int:
+    """Of an encoded answer, at most as far as names go."""
+    stated = answer.statement
+    listed = 0 if stated is None else len(stated.details) + sum(len(one.pages) for one in stated.pages.values())
+    return listed + MAX_FRAME_BYTES
 
 
 def _from(table: PageTable, num_known: int) -> PageTable:

@@ -12,6 +12,7 @@ from tests.faulty_memory import Fault
 from tests.unit.session.prefills import TRANSFER, LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import KEY, OPTIONS, SLOT, WORD, World, collect, make_world, meet
 
+import kvreshard.session.rendezvous as rendezvous_module
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import PageTable
@@ -366,6 +367,29 @@ def test_the_listener_says_what_is_new_and_nothing_else() -> None:
     again = _ask(shown, Known("x", 77, {"g": 3})).statement
     assert again is not None
     assert (again.word, again.pages) == (79, {})
+
+
+def test_an_answer_has_no_more_than_a_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest comes with the next questions: a reader that gets too much would ask for all of it again, and never hear of any."""
+    shown, most = Rendezvous(KEY), 100_000
+    monkeypatch.setattr(rendezvous_module, "MAX_STATEMENT_BYTES", most)
+    wanted = {f"x{number}": Known(f"x{number}") for number in range(12)}
+    for number, name in enumerate(wanted):
+        shown.hear(name, name)
+        shown.begin(name, name, Statement("e", "i", name, number, 77, 40_000, {}, False, b"{}"))
+        shown.extend(name, 77, {"g": range(2500)})
+    num_questions = 0
+    while wanted:
+        asked = list(wanted)
+        reply = shown.answer([wanted[name] for name in asked], is_last=False)
+        assert reply is not None
+        assert len(reply) <= most
+        for place in read_reply(reply):
+            del wanted[asked[place]]
+        num_questions += 1
+    assert num_questions == 3
+    shown.extend("x0", 77, {"g": range(most)})  # one alone is not cut
+    assert _ask(shown, Known("x0", 77, {"g": 2500})).statement is not None
 
 
 def test_the_listener_says_when_the_end_is_near() -> None:
