@@ -251,7 +251,7 @@ class EarlyJob(Job):
 
     def _read(self, peer: Peer) -> Steps:
         self.state = "waiting for its prefill to go on"
-        self.observer.noted("met", f"follows ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
+        self._note("met", f"follows ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
         self._check_seal(peer)
         intervals = self.load.transfer.intervals
         wanted = [part for part in peer.parts.parts if part.is_wanted(self.load.transfer)]
@@ -352,7 +352,7 @@ class EarlyJob(Job):
 
     def _read_rest(self, peer: Peer) -> Steps:
         """Read what is read at the end, zero, and read the lease words."""
-        clock, note = peer.mover.clock, self.observer.noted
+        clock, note = peer.mover.clock, self._note
         self.state = "reading"
         self.since_s = clock()
         started_s = self._life.final_s = self.since_s if self._life.final_s is None else self._life.final_s
@@ -375,7 +375,7 @@ class EarlyJob(Job):
     def _begin_again(self, cursors: _Cursors) -> Generator[Transfer | float | None, None, None]:
         """Everything has settled: forget what was read, and wait for the word under which the prefill goes on."""
         self.state = "waiting for its prefill to go on"
-        self.observer.noted("begun again", "its prefill has lost its pages")
+        self._note("begun again", "its prefill has lost its pages")
         while self._next_life is None:
             if self._life.is_complete:  # then there is no other life, whatever the listener still shows
                 raise StaleLease(

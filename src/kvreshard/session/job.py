@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import Lease
@@ -28,6 +29,8 @@ from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_words, pull_steps
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
+
+logger = get_logger(__name__)
 
 LoadState = Literal[
     "meeting its source", "waiting for its prefill to go on", "reading", "being compared with its source"
@@ -108,7 +111,7 @@ class Job:
         if self.outcome is None and self._stopped is None:
             self._stopped, self._stopped_s = failure, now_s
             event = "cancelled" if failure.kind == "cancelled" else "failed"
-            self.observer.noted(event, f"{failure.kind}: {failure.text}")
+            self._note(event, f"{failure.kind}: {failure.text}")
             if self.peer is not None:
                 for transfer in self._posted:
                     self.peer.mover.transport.cancel(transfer)
@@ -157,7 +160,7 @@ class Job:
 
     def _read(self, peer: Peer) -> Steps:
         """Read everything, and see that the lease held."""
-        note = self.observer.noted
+        note = self._note
         note("met", f"reads from ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
         self._check_seal(peer)
         proof = yield from self._find_proof(peer)
@@ -189,14 +192,22 @@ class Job:
 
     def _note_posted(self, transfer: Transfer) -> None:
         what = f"{transfer.num_descriptors} pieces, {transfer.num_bytes} bytes, {transfer.peer}"
-        self.observer.noted("posted", what)
+        self._note("posted", what)
 
         def note_error(done: Transfer) -> None:
             if done.error is not None:
-                self.observer.noted("transfer failed", f"{what}: {done.error}")
+                self._note("transfer failed", f"{what}: {done.error}")
 
         transfer.add_done_callback(note_error)
         self._track(transfer)
+
+    def _note(self, event: str, text: str) -> None:
+        """Tell the observer. Whatever it raises must not cost the load, nor let it end before its reads."""
+        try:
+            self.observer.noted(event, text)
+        except Exception:
+            name = self.load.request
+            logger.exception("request %s", name, extra=fields("internal_error", request_id=name))
 
     def _wind_up(self, failure: Failure, now_s: float) -> None:
         if self.is_settled:
@@ -205,7 +216,7 @@ class Job:
         elif now_s >= self.deadline_s:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
             self.outcome = Failure(failure.kind, text, is_quarantined=True)
-            self.observer.noted("quarantined", text)
+            self._note("quarantined", text)
 
 
 class LeaseCheck(Job):

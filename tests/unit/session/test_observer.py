@@ -124,6 +124,34 @@ def test_what_an_observer_rejects_is_not_served(error: Exception, kind: str) -> 
     world.close()
 
 
+@pytest.mark.parametrize("fault", [Fault(delay_steps=3), Fault(delay_steps=3, fail_after_copies=0), Fault(drop=True)])
+def test_a_load_whose_observer_raises_ends_as_others_do_and_not_before_its_reads(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(of: SpyOfLoad, event: str, text: str = "") -> None:
+        raise RuntimeError(event)
+
+    world, _ = watched()
+    monkeypatch.setattr(SpyOfLoad, "noted", raises)
+    world.faults[-1] = fault
+    load(world)
+    world.turn()
+    assert collect(world.dst)[:2] == (set(), {})
+    for _ in range(8):
+        world.fabric.step()
+        world.turn()
+    if fault.drop:
+        world.wait(OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s)
+    received, failed, _ = collect(world.dst)
+    ends = [(failure.kind, failure.is_quarantined) for failure in failed.values()]
+    assert (received, ends) == {
+        (False, None): ({"d"}, []),
+        (False, 0): (set(), [("transfer", False)]),
+        (True, None): (set(), [("timeout", True)]),
+    }[fault.drop, fault.fail_after_copies]
+    world.close()
+
+
 def test_a_load_waits_for_its_observer_and_for_what_that_has_posted() -> None:
     ended = list[str]()
 
