@@ -114,7 +114,8 @@ class Job:
             self._note(event, f"{failure.kind}: {failure.text}")
             if self.peer is not None:
                 for transfer in self._posted:
-                    self.peer.mover.transport.cancel(transfer)
+                    with contextlib.suppress(TransportError):  # closed: they have settled, or do so by themselves
+                        self.peer.mover.transport.cancel(transfer)
 
     def advance(self, now_s: float) -> None:
         """Do what can be done without waiting. Sets `outcome` at the end."""

@@ -149,7 +149,9 @@ class MemoryTransport:
             ctypes.memmove(dst_address, src_address, num_bytes)
 
     def cancel(self, transfer: Transfer) -> None:
-        """Nothing to hold back: a transfer is in flight here as a whole, from post to settlement."""
+        """See `Transport.cancel`. Nothing is held back: a transfer is in flight here as a whole, from post to settlement."""
+        with self._open():
+            pass
 
     def notify(self, peer: str, payload: bytes) -> None:
         """See `Transport.notify`."""
