@@ -38,6 +38,8 @@ from kvreshard.session.handshake_messages import (
 from kvreshard.session.keys import Keys
 
 MAX_AT_ONCE = 128
+# More than the engines that one reads from; whoever sends requests names addresses.
+MAX_SERVER_KEYS = 1024
 TURN_S, AGAIN_S = 0.25, 2.0
 CLOSE_S = 0.1
 
@@ -53,8 +55,8 @@ class HandshakeClient:
         self._next: OrderedDict[Address, None] = OrderedDict()
         # In the order in which they were begun.
         self._asking: dict[Address, Question] = {}
-        # Keys of listeners that have answered: each question that tries another one first is a refusal in that engine's log.
-        self._server_keys: dict[Address, bytes] = {}
+        # Keys of the listeners that have answered last: each question that tries another one first is a refusal in that engine's log.
+        self._server_keys: OrderedDict[Address, bytes] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,6 +164,9 @@ class HandshakeClient:
             outcome = await pending.ask(self._context)
             if pending.server_key is not None:
                 self._server_keys[pending.address] = pending.server_key
+                self._server_keys.move_to_end(pending.address)
+                if len(self._server_keys) > MAX_SERVER_KEYS:
+                    self._server_keys.popitem(last=False)
         except Exception as error:  # noqa: BLE001  it belongs to whoever asked
             outcome = error if isinstance(error, HandshakeError) else _cannot_be_asked(pending.address, error)
         pending.task = None

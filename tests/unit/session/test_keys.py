@@ -17,6 +17,7 @@ import pytest
 from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
+from kvreshard.session import handshake_client
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.exchange import read_mechanism
 from kvreshard.session.handshake_client import HandshakeClient, fetch_engine_metadata, send_outcome
@@ -107,6 +108,17 @@ def test_the_key_of_an_engine_that_has_answered_is_tried_first(tmp_path: Path) -
             time.sleep(0.1)  # the listener sees refusals in its monitor
             refused.append(sum(listener._complaints.values()))
     assert 0 < refused[0] == refused[1] == refused[2]
+
+
+def test_of_many_addresses_the_keys_of_the_last_are_known(room: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests name addresses, and one engine may have millions: 127.0.0.0/8, or a name in capitals."""
+    monkeypatch.setattr(handshake_client, "MAX_SERVER_KEYS", 3)
+    server = HandshakeServer(Address("0.0.0.0", 0), engine_metadata(), keys=room)
+    addresses = [Address(f"127.0.0.{number}", server.address.port) for number in (1, 2, 1, 3, 4, 1)]
+    with contextlib.closing(server), contextlib.closing(HandshakeClient()) as client:
+        for address in addresses:
+            client.ask(address, metadata_request("decode", 0), 20.0, 1 << 20, room).result(20.0)
+        assert list(client._server_keys) == [addresses[3], addresses[4], addresses[5]]
 
 
 def test_a_stranger_is_refused_at_once_and_both_sides_say_why(
