@@ -77,10 +77,8 @@ class HandshakeClient:
             if self._loop is None:
                 try:
                     self._start()
-                except (
-                    OSError,
-                    RuntimeError,
-                ) as error:  # as many files or threads as there may be: the next question tries again
+                except (OSError, RuntimeError) as error:
+                    # As many files or threads as this process may have: the next question tries again.
                     pending.answer.set_exception(_cannot_be_asked(address, error))
                     return pending.answer
             self._call(lambda: self._add(pending))
