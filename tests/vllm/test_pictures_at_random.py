@@ -23,13 +23,32 @@ def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "PATIENCE_S", 0.0)
 
 
-def live(seed: int, weather: Weather, kind: str, blocks: int = 400, policy: str = "recompute") -> PictureWorld:
-    layers = next(model for model in MODELS if model.kind == kind).layers(16, 20)
+class CrowdedWorld(PictureWorld):
+    """Requests that have been loaded lose their blocks, as to more important ones, and find some of them again."""
+
+    def tick(self) -> None:
+        super().tick()
+        for engine in self.can_decode:
+            running = engine.scheduler.running
+            if running and self.rng.random() < 0.05:
+                engine.scheduler._preempt_request(running.pop(), 0.0)
+
+
+def live(
+    seed: int,
+    weather: Weather,
+    kind: str,
+    blocks: int = 400,
+    policy: str = "recompute",
+    world_class: type[PictureWorld] = PictureWorld,
+) -> PictureWorld:
+    model = next(model for model in MODELS if model.kind == kind)
+    layers, more = model.layers(16, 20), {"is_aligned": model.is_aligned}
     shapes = {
-        "p": Shape(layers, blocks=400, role="kv_producer"),
-        "d": Shape(layers, tp=2, blocks=blocks, role="kv_both", is_async=seed % 2 == 1, failure_policy=policy),
+        "p": Shape(layers, blocks=400, role="kv_producer", **more),
+        "d": Shape(layers, tp=2, blocks=blocks, role="kv_both", is_async=seed % 2 == 1, failure_policy=policy, **more),
     }
-    world = PictureWorld(shapes, base_config(), seed, weather)
+    world = world_class(shapes, base_config(), seed, weather)
     try:
         world.run(40, 12)
     finally:
@@ -52,3 +71,11 @@ def test_what_can_be_neither_loaded_nor_computed_is_refused(seed: int, policy: s
     """Failed loads, preemptions, engines that have read their source before."""
     world = live(seed, Weather(delays=3, failures=0.3, choices=0.2, retried=0.2), "full", blocks=14, policy=policy)
     assert world.num_refused > 0
+
+
+@pytest.mark.parametrize("kind", ["full", "windows", "aligned", "aligned, window"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_preempted_request_never_computes_a_picture_that_is_not_here(seed: int, kind: str) -> None:
+    """Its attention finds all of its blocks again; a state may be gone (`MissingItems.why_refused`)."""
+    world = live(seed, Weather(delays=2), kind, world_class=CrowdedWorld)
+    assert sum(engine.num_preempted for engine in world.can_decode) > 0

@@ -26,6 +26,7 @@ from kvreshard.vllm.items import (
 from kvreshard.vllm.prompt import Prompt, PromptDigest
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 
@@ -38,9 +39,10 @@ class _Needed:
 
 
 class MissingItems:
-    """Requests of one decode engine. `placeholders`: token ids that stand for items."""
+    """Requests of one decode engine. `placeholders`: token ids that stand for items. `manager`: vLLM's cache manager, once there is one."""
 
     def __init__(self, positions: Positions, placeholders: frozenset[int]) -> None:
+        self.manager: KVCacheManager | None = None
         self._positions, self._placeholders = positions, placeholders
         self._needed: dict[str, _Needed] = {}
 
@@ -100,11 +102,21 @@ class MissingItems:
         needed = self._needed.get(request.request_id)
         if needed is None:
             return ""
-        # vLLM computes all of a prompt whose prefix hits it must not read, such as one with log-probabilities of the prompt.
-        count = num_computed if request.get_skip_reading_prefix_cache() else num_computed + num_loadable
         if needed.num_tokens is None:
             return needed.reason
+        count = self._count_held(request, num_computed, num_loadable)
         return "" if count >= needed.num_tokens else f"{needed.reason}, and has {count} of them"
+
+    def _count_held(self, request: Request, num_computed: int, num_loadable: int) -> int:
+        """Leading tokens behind which vLLM computes the rest.
+
+        Without a load it goes on where all groups have a hit, states too. It has asked with the attention's, which may reach further (0.33.0,
+        `Scheduler.schedule`, `hit_diverged`). It loads nothing of a prompt whose prefix hits it must not read, such as one with
+        log-probabilities of the prompt.
+        """
+        if num_loadable and not request.get_skip_reading_prefix_cache():
+            return num_computed + num_loadable
+        return num_computed if self.manager is None else int(self.manager.get_computed_blocks(request)[1])
 
     def end(self, request_id: str) -> None:
         """The request has ended."""

@@ -321,7 +321,7 @@ class SchedulerSide:
         self._consumer.waiting.max_early_blocks = int(
             manager.block_pool.num_gpu_blocks * self._options.early_reads_share
         )
-        self._producer.last_pages.manager = manager
+        self._producer.last_pages.manager = self._consumer.missing_items.manager = manager
         self._quarantine.bind(manager, self._producer.last_pages.let_go)  # a forced reset preempts all that runs
 
     def close(self) -> None:
