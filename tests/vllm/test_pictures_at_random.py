@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -43,7 +45,10 @@ def live(
     world_class: type[PictureWorld] = PictureWorld,
 ) -> PictureWorld:
     model = next(model for model in MODELS if model.kind == kind)
-    layers, more = model.layers(16, 20), {"is_aligned": model.is_aligned}
+    layers = model.layers(16, 20)
+    more: dict[str, Any] = {"is_aligned": model.is_aligned}
+    if model.is_replayed:
+        more |= {"order": "BLHNC", "is_v2": True}
     shapes = {
         "p": Shape(layers, blocks=400, role="kv_producer", **more),
         "d": Shape(layers, tp=2, blocks=blocks, role="kv_both", is_async=seed % 2 == 1, failure_policy=policy, **more),
@@ -73,9 +78,9 @@ def test_what_can_be_neither_loaded_nor_computed_is_refused(seed: int, policy: s
     assert world.num_refused > 0
 
 
-@pytest.mark.parametrize("kind", ["full", "windows", "aligned", "aligned, window"])
+@pytest.mark.parametrize("kind", ["full", "windows", "aligned", "aligned, window", "replayed, ring"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_preempted_request_never_computes_a_picture_that_is_not_here(seed: int, kind: str) -> None:
-    """Its attention finds all of its blocks again; a state may be gone (`MissingItems.why_refused`)."""
+    """Its attention finds all of its blocks again; a state may be gone, and a window be computed again (`MissingItems.why_refused`)."""
     world = live(seed, Weather(delays=2), kind, world_class=CrowdedWorld)
     assert sum(engine.num_preempted for engine in world.can_decode) > 0

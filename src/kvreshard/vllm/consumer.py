@@ -31,7 +31,7 @@ from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake_messages import Address
 from kvreshard.vllm.following import Following
-from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.groups import CacheGroup, count_replayed
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.outcomes import REASONS, OutcomeLog
@@ -73,7 +73,7 @@ class Consumer:
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
         self.known = KnownSources(engine, own_key)
-        self.missing_items = MissingItems(config.positions, config.placeholders)
+        self.missing_items = MissingItems(config.positions, config.placeholders, count_replayed(config.groups))
         self.loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
         self.waiting = WaitingRequests(config.groups, self.following)

@@ -137,6 +137,11 @@ def blocks_to_compute(groups: Iterable[CacheGroup], num_loaded: int, num_tokens:
     return WantedBlocks(num_blocks, num_uncounted)
 
 
+def count_replayed(groups: Iterable[CacheGroup]) -> int:
+    """The last tokens of a prefix hit that vLLM computes again, since some layers hold them for the end of a prompt only."""
+    return max((group.window_tokens or 0 for group in groups if group.is_replayed), default=0)
+
+
 def read_groups(kv_cache_config: Any, dcp_size: int) -> tuple[CacheGroup, ...]:
     """The transferred groups of an engine."""
     ids = kv_cache_config.transfer_group_ids

@@ -24,6 +24,7 @@ from kvreshard.vllm.items import (
     with_key,
 )
 from kvreshard.vllm.prompt import Prompt, PromptDigest
+from kvreshard.vllm.versions import release
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -39,9 +40,12 @@ class _Needed:
 
 
 class MissingItems:
-    """Requests of one decode engine. `placeholders`: token ids that stand for items. `manager`: vLLM's cache manager, once there is one."""
+    """Requests of one decode engine. `placeholders`: token ids that stand for items. `num_replayed`: the last tokens of a prefix hit that vLLM
+    computes again. `manager`: vLLM's cache manager, once there is one.
+    """
 
-    def __init__(self, positions: Positions, placeholders: frozenset[int]) -> None:
+    def __init__(self, positions: Positions, placeholders: frozenset[int], num_replayed: int = 0) -> None:
+        self._num_replayed = num_replayed
         self.manager: KVCacheManager | None = None
         self._positions, self._placeholders = positions, placeholders
         self._needed: dict[str, _Needed] = {}
@@ -112,11 +116,16 @@ class MissingItems:
 
         Without a load it goes on where all groups have a hit, states too. It has asked with the attention's, which may reach further (0.33.0,
         `Scheduler.schedule`, `hit_diverged`). It loads nothing of a prompt whose prefix hits it must not read, such as one with
-        log-probabilities of the prompt.
+        log-probabilities of the prompt. Of a hit it replays the last window; vLLM 0.31 loads whole blocks then, and replays that of a load too.
         """
         if num_loadable and not request.get_skip_reading_prefix_cache():
-            return num_computed + num_loadable
-        return num_computed if self.manager is None else int(self.manager.get_computed_blocks(request)[1])
+            if not (self._num_replayed and release().replays_loads):
+                return num_computed + num_loadable
+            block_tokens = 1 if self.manager is None else int(self.manager.coordinator.scheduler_block_size)
+            num_held = num_computed + num_loadable - num_loadable % block_tokens
+        else:
+            num_held = num_computed if self.manager is None else int(self.manager.get_computed_blocks(request)[1])
+        return max(0, num_held - self._num_replayed)
 
     def end(self, request_id: str) -> None:
         """The request has ended."""

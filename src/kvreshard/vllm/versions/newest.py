@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 class Release:
     """vLLM 0.33. A class of another release overrides what differs there.
 
-    `minor`: its number. `can_sleep`: whether vLLM tells a connector when the memory of the caches goes and comes. `refused_specs`: cache specifications that cannot be moved with this release, and why.
+    `minor`: its number. `can_sleep`: whether vLLM tells a connector when the memory of the caches goes and comes. `replays_loads`: whether vLLM
+    computes the last window of a load again, as that of a prefix hit, where it replays one. `refused_specs`: cache specifications that cannot
+    be moved with this release, and why.
     """
 
     minor: ClassVar[tuple[int, int]] = (0, 33)
     can_sleep: ClassVar[bool] = True
+    replays_loads: ClassVar[bool] = False
     refused_specs: ClassVar[Mapping[str, str]] = {}
 
     def hit_source(self) -> Any:

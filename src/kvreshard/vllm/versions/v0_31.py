@@ -12,6 +12,7 @@ class Release31(Release32):
     """0.31."""
 
     minor: ClassVar[tuple[int, int]] = (0, 31)
+    replays_loads: ClassVar[bool] = True
     refused_specs: ClassVar[Mapping[str, str]] = {
         "KpoolTailSpec": "it is a ring that vLLM describes as a sliding window; vLLM 0.32 describes it as a ring"
     }
