@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,8 +96,8 @@ def make_requests(
 def plain_request(src: EngineLayout, dst: EngineLayout, num_tokens: int, num_present: int = 0) -> Request:
     """A request of `num_tokens` tokens, of which the destination has the first `num_present` already."""
     shapes = _shapes(dst)
-    src_tables = _tables(src, _shapes(src), num_tokens, _free_pages(src))
-    dst_tables = _tables(dst, shapes, num_tokens, _free_pages(dst))
+    src_tables = _tables(src, _shapes(src), num_tokens, _first_pages(src, num_tokens))
+    dst_tables = _tables(dst, shapes, num_tokens, _first_pages(dst, num_tokens))
     return Request(
         src_tables,
         dst_tables,
@@ -132,14 +132,24 @@ def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
     }
 
 
-def _free_pages(layout: EngineLayout, rng: np.random.Generator | None = None) -> dict[str, list[int]]:
-    """All pages of each pool but the null page, in random order, or with the lowest last."""
-    nulls = {group.pool: group.null_page for group in layout.groups if group.null_page is not None}
-    free = {}
-    for group in layout.groups:
-        pages = range(group.num_pages)[::-1] if rng is None else rng.permutation(group.num_pages).tolist()
-        free[group.pool] = [page for page in pages if page != nulls.get(group.pool)]
-    return free
+def _free_pages(layout: EngineLayout, rng: np.random.Generator) -> dict[str, list[int]]:
+    """All pages of each pool but the null page, in random order."""
+    return {
+        group.pool: _but_null(layout, group.pool, rng.permutation(group.num_pages).tolist()) for group in layout.groups
+    }
+
+
+def _first_pages(layout: EngineLayout, num_tokens: int) -> dict[str, list[int]]:
+    """The first pages of each pool but the null page, as many as a request may need, with the lowest last. A pool may have billions."""
+    needed = pages_needed(layout, 1, num_tokens)
+    return {
+        group.pool: _but_null(layout, group.pool, range(min(group.num_pages, needed))[::-1]) for group in layout.groups
+    }
+
+
+def _but_null(layout: EngineLayout, pool: str, pages: Iterable[int]) -> list[int]:
+    nulls = {group.null_page for group in layout.groups if group.pool == pool}
+    return [page for page in pages if page not in nulls]
 
 
 def _tables(

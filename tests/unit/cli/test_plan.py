@@ -1,6 +1,7 @@
 """`kvreshard plan`: is the table right and stable, and is every bad file refused before anything is printed?"""
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,7 @@ prefill rank  read by decode ranks  reported to by                   per token
 """
 GEMMA_4_TO_8 = ("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8")
 HYBRID = ("plan", "--model", "qwen3-next-80b-a3b", "--prefill", "tp=2", "--decode", "tp=4,page=32")
+WINDOWS = ("--model", "gemma-4-26b-a4b", "--prefill", "tp=2", "--decode")
 
 
 def test_piped_output_is_plain_and_stable(run) -> None:
@@ -439,3 +441,16 @@ def test_fp8_latents_beside_sparse_indexers_are_told_to_have_two_forms(run) -> N
     assert told in " ".join(_plan(run, "deepseek-v3.2", "tp=8,dtype=fp8", "tp=8,dtype=fp8").split())
     assert told not in " ".join(_plan(run, "deepseek-v3.2", "tp=8", "tp=8,dtype=auto").split())
     assert told not in " ".join(_plan(run, "deepseek-v3", "tp=8,dtype=fp8", "tp=8,dtype=fp8").split())
+
+
+def test_a_pool_of_billions_of_pages_is_not_listed(run) -> None:
+    """With half a gigabyte more than this process has: a list of such a pool is larger than any machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), before[1]))
+    try:
+        usual, huge = (run("plan", *WINDOWS, f"tp=1,pages={pages}") for pages in (4096, 1 << 32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert usual.exit_code == huge.exit_code == 0, huge.stderr
+    assert usual.stdout.splitlines()[1:] == huge.stdout.splitlines()[1:]
