@@ -8,10 +8,14 @@ import shlex
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.main import get_command
 
 from kvreshard.cli.app import app
+from kvreshard.model.tables import Request
+from kvreshard.session.handshake_server import HOLD_S, MAX_HELD
+from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.vllm.options import OF_NIXL_CONNECTOR, Options
 from kvreshard.vllm.outcomes import REASONS
 
@@ -118,3 +122,17 @@ def test_bounds_are_those_of_the_code() -> None:
         module, _, name = BOUNDS[what].rpartition(".")
         found = getattr(importlib.import_module(f"kvreshard.{module}"), name)
         assert found == int(number.replace(",", "")) * UNITS.get(unit, 1), what
+
+
+def test_pages_say_how_long_and_how_many_questions_are_held() -> None:
+    security, early = (ROOT / "SECURITY.md").read_text(), (DOCS / "howto" / "early-reads.md").read_text()
+    (decision,) = (page.read_text() for page in (DOCS / "design").glob("0010-*.md"))
+    assert f"holds {MAX_HELD} questions, {HOLD_S:g} seconds each" in security
+    assert f"a listener may take {HOLD_S:g} s to say" in early
+    assert f"| {MAX_HELD}, for {HOLD_S:g} s each |" in decision
+
+
+@pytest.mark.parametrize("part", [Flight, FlightSide, Request])
+def test_every_key_of_a_flight_record_is_on_its_page(part: type[msgspec.Struct]) -> None:
+    page = (DOCS / "flight-recorder.md").read_text()
+    assert [name for name in part.__struct_fields__ if f"`{name}`" not in page] == []
