@@ -132,6 +132,13 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: list(kv.check_route(None, LAYOUT)), "a layout is of type NoneType"),
     (lambda: list(kv.check_host("5600", False)), "port is '5600', and must be a whole number"),
     (lambda: list(kv.check_host(-1, False)), "port is -1, and must be from 1 to 65535"),
+    (lambda: kv.encode_layout(LAYOUT, "JSON"), "encoding is 'JSON', and must be 'msgpack' or 'json'"),
+    (lambda: kv.decode_layout(b"{}", "yaml"), "encoding is 'yaml', and must be 'msgpack' or 'json'"),
+    (lambda: kv.CostModel(copy_s="1e-6"), "copy_s is of type str, and must be Real"),
+    (lambda: kv.name_fields(None), "the names of fields is of type NoneType, and must be Iterable"),
+    (lambda: kv.name_fields([LAYOUT.fields[0]]), "the name of a field is of type Field, and must be str"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "a\nb"), "engine name 'a\\nb': must have 1 to 256 characters"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), kv.parse_engine("tp=1"), "x" * 257), "(257 characters)': must have 1 to 256 characters"),
     (lambda: kv.Mover(kv.HostMemory(), MOVER.transport, {}), "the transport of a mover is of type HostMemory; write Mover("),
     (lambda: kv.Mover(MOVER.transport, kv.HostMemory(), []), "the peers of a mover is of type list"),
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2,
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError, UsageError
 from kvreshard.model.expect import expect, expect_whole
+from kvreshard.model.text import MAX_NAME, escaped, is_name
 
 DEFAULT_PAGES = 128
 # Page 0 stands for no page.
@@ -47,6 +48,10 @@ class PagePlan:
 def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
     """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError, UsageError."""
     expect(engine, str, "the engine's name", "as in 'prefill'")
+    if not is_name(engine) or not engine.strip():
+        raise UsageError(
+            f"engine name '{escaped(engine, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
+        )
     if num_pages is not None:
         expect_whole(num_pages, "num_pages")
         if num_pages < MIN_PAGES:

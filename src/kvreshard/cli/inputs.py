@@ -20,7 +20,7 @@ from kvreshard.catalog.spec import engine_keys
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.changed import replace
-from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
+from kvreshard.model.text import MAX_NAME, counted, escaped
 from kvreshard.model.wire import MAX_MESSAGE_BYTES
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.plan.coverage import find_unheld
@@ -162,10 +162,6 @@ def describe_engine(
     model: Model, spec: EngineSpec, name: str, pages: int | None = None, num_tokens: int | None = None
 ) -> Described:
     """The layout of an engine. Pools without a size hold at least `num_tokens` tokens."""
-    if not is_name(name) or not name.strip():
-        raise InputError(
-            f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
-        )
     if pages is not None:
         if spec.pages is not None and spec.pages != pages:
             raise InputError(

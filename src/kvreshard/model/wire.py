@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from sys import intern
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from kvreshard.model.address import AxisMap, Digit
-from kvreshard.model.errors import LayoutError, WireError
+from kvreshard.model.errors import LayoutError, UsageError, WireError
 from kvreshard.model.expect import did_you_mean, expect
 from kvreshard.model.field import MAX_AXES, Axis, Field
 from kvreshard.model.form import Head, Number, Whole
@@ -147,12 +147,14 @@ _compact, _json = msgspec.msgpack.Decoder(_Compact), msgspec.json.Decoder(_Json)
 def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
     """The layout as bytes. JSON is indented, for people; both decode to an equal layout. Raises UsageError."""
     expect(layout, EngineLayout, "a layout", "what `kvreshard.describe` returns")
+    _check_encoding(encoding)
     return _write_compact(layout) if encoding == "msgpack" else _write_json(layout)
 
 
 def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
-    """The layout that `encode` wrote. Raises WireError or LayoutError; never anything else."""
+    """The layout that `encode` wrote. Raises WireError or LayoutError for any bytes, UsageError for anything else."""
     expect(message, (bytes, bytearray, memoryview), "a layout message", "what `encode` wrote")
+    _check_encoding(encoding)
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
     body: _Compact | _Json
@@ -167,6 +169,11 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     ranks = _ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries)
     fields = body.fields if isinstance(body, _Json) else _fields_of_compact(body)
     return EngineLayout(body.engine, fields, body.groups, ranks)
+
+
+def _check_encoding(encoding: object) -> None:
+    if encoding not in get_args(Encoding):
+        raise UsageError(f"encoding is {encoding!r:.80}, and must be 'msgpack' or 'json'")
 
 
 def _check_names(body: _Compact | _Json) -> None:

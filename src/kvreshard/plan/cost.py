@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Literal
 
 import msgspec
 
 from kvreshard.model.errors import UsageError
+from kvreshard.model.expect import expect
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.pattern import Pattern
 
@@ -63,6 +65,8 @@ class CostModel:
     min_speedup: float = DEFAULT_SPEEDUP
 
     def __post_init__(self) -> None:
+        for name, number in asdict(self).items():
+            expect(number, Real, name, "seconds, bytes per second, or a ratio")
         if not 0 <= self.hidden_share <= 1:
             raise UsageError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
         for name, number in asdict(self).items():

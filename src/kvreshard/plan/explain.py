@@ -296,7 +296,11 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def name_fields(names: Iterable[str]) -> str:
-    """`field_patterns` in one line."""
+    """`field_patterns` in one line. Raises UsageError."""
+    expect(names, Iterable, "the names of fields", "['layers.0.attn.k', ...]")
+    names = list(names)
+    for name in names:
+        expect(name, str, "the name of a field", "as in 'layers.0.attn.k'")
     return " ".join(field_patterns(names))
 
 
