@@ -214,11 +214,14 @@ class Router:
 
     async def models(self, request: Request) -> Response:
         """What the decode engines serve."""
-        engine = self.choose(self.decode)
-        if engine is None:
-            return refusal(503, "no decode engine answers")
-        found = await self.client.get(f"{engine.url}{request.url.path}")
-        return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+        while (engine := self.choose(self.decode)) is not None:
+            try:
+                found = await self.client.get(f"{engine.url}{request.url.path}")
+            except httpx.TransportError:
+                engine.is_healthy = False
+                continue
+            return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+        return refusal(503, "no decode engine answers")
 
     async def health(self, _: Request) -> Response:
         """Which engines are there."""
@@ -268,8 +271,8 @@ def make_app(prefill_urls: list[str], decode_urls: list[str], side_channels: lis
     """The router as an application. `side_channels`: of the prefill engines, where both engines are asked at once."""
     places = side_channels or [""] * len(prefill_urls)
     router = Router(
-        [Engine(url, place) for url, place in zip(prefill_urls, places, strict=True)],
-        [Engine(url) for url in decode_urls],
+        [Engine(url.rstrip("/"), place) for url, place in zip(prefill_urls, places, strict=True)],
+        [Engine(url.rstrip("/")) for url in decode_urls],
     )
 
     @contextlib.asynccontextmanager

@@ -219,6 +219,26 @@ def test_what_cannot_be_answered_says_why() -> None:
         assert httpx.get(f"{url}/v1/models").status_code == 503
 
 
+def test_a_url_may_end_with_a_slash() -> None:
+    first, second = prefill(), decode()
+    with ExitStack() as stack:
+        first.url, second.url = (stack.enter_context(serving(engine.app)) for engine in (first, second))
+        url = stack.enter_context(serving(load().make_app([f"{first.url}/"], [f"{second.url}/"])))
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).json()["choices"] == [{"text": "said"}]
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "m"
+        assert httpx.get(f"{url}/health").json() == {"prefill": {first.url: True}, "decode": {second.url: True}}
+
+
+def test_models_of_an_engine_that_has_just_gone_are_no_fault_of_the_router() -> None:
+    nobody = f"http://127.0.0.1:{free_ports(1)}"
+    module = load()
+    module.Router.watch = lambda _: asyncio.sleep(PATIENCE_S)  # it has yet to notice
+    with serving(module.make_app([], [nobody])) as url:
+        answer = httpx.get(f"{url}/v1/models")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no decode engine answers"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_both_engines_are_asked_at_once_under_one_id(stream: bool) -> None:
     first, second = prefill(), decode()
