@@ -26,7 +26,7 @@ def expect_whole(value: object, what: str) -> None:
 
 
 def did_you_mean(error: Exception, message_type: type) -> str:
-    """A hint for an error of decoding `message_type`: the known key nearest to an unknown one, or nothing.
+    """A hint for an error of decoding `message_type`: the known key nearest to an unknown one, or that another object has it, or nothing.
 
     >>> class Engine(msgspec.Struct, forbid_unknown_fields=True):
     ...     fields: int
@@ -41,5 +41,7 @@ def did_you_mean(error: Exception, message_type: type) -> str:
         return ""
     schemas = msgspec.json.schema(message_type).get("$defs", {}).values()
     known = sorted({key for schema in schemas for key in schema.get("properties", {})})
+    if unknown[1] in known:
+        return f"; `{unknown[1]}` is a key of another object"
     near = difflib.get_close_matches(unknown[1], known, 1)
     return f"; did you mean `{near[0]}`?" if near else f"; known are {', '.join(known)}"

@@ -238,6 +238,10 @@ BAD_TABLES = [
     (lambda t: t["prefill"]["full"].update(pages=[3, 0]), "null page 0"),
     (lambda t: t["prefill"]["full"].update(first_page=1), "need the source's pages [0, 2)"),
     (lambda t: t["prefill"]["full"].update(frist_page=1), "unknown field `frist_page`"),
+    (
+        lambda t: t["prefill"]["full"].update(new_pages=[3]),
+        "unknown field `new_pages` - at `$.prefill[...]`; `new_pages` is a key of another object",
+    ),
     (lambda t: t["prefill"]["state"].update(num_tokens=5), "the source's state has absorbed 5 tokens"),
     (
         lambda t: t["decode"]["state"].update(pages=[2], new_pages=[]),
