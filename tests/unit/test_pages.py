@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from kvreshard.cli.app import app
 from kvreshard.model.tables import Request
+from kvreshard.session import observer
 from kvreshard.session.handshake_server import HOLD_S, MAX_HELD
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.vllm.options import OF_NIXL_CONNECTOR, Options
@@ -122,6 +123,19 @@ def test_bounds_are_those_of_the_code() -> None:
         module, _, name = BOUNDS[what].rpartition(".")
         found = getattr(importlib.import_module(f"kvreshard.{module}"), name)
         assert found == int(number.replace(",", "")) * UNITS.get(unit, 1), what
+
+
+def test_what_a_page_names_in_a_file_is_there() -> None:
+    for page in DOCS.rglob("*.md"):
+        for name, place in re.findall(r"`([A-Za-z_]\w*)` in `([a-z_]+/[a-z_]+\.py)`", page.read_text()):
+            file = ROOT / "src" / "kvreshard" / place
+            assert re.search(rf"\b{name}\b", file.read_text()), f"{page.name}: {name} in {place}"
+
+
+def test_the_note_on_observers_lists_their_methods() -> None:
+    (note,) = (page.read_text() for page in (DOCS / "design").glob("0054-*.md"))
+    named = {name for row in re.findall(r"^\| (`[^|]+) \|", note, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
+    assert named <= {*dir(observer), *dir(observer.Observer), *dir(observer.LoadObserver)}
 
 
 def test_pages_say_how_long_and_how_many_questions_are_held() -> None:
