@@ -212,22 +212,25 @@ def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
 def test_a_push_that_cannot_post_all_waits_for_what_it_has_posted() -> None:
     """The caller takes its pages back after the error."""
     fabric = FaultyFabric()
-    settles = threading.Timer(0.1, fabric.step)
-
-    def posted(index: int, transfer: Transfer) -> Fault:
-        settles.start()
-        return Fault(delay_steps=1)
-
-    src = make_engine(fabric, "p", 1, "NHD", 8, faults=posted)
+    src = make_engine(fabric, "p", 1, "NHD", 8, faults=lambda index, transfer: Fault(delay_steps=1))
     dst = make_engine(fabric, "d", 2, "HND", 16)
     connect(src, dst)
     routes = [compile_route(src.layout, dst.layout, rank) for rank in dst.layout.rank_by_number]
     pusher = mover(src, 0, dst, staged=False)
     pusher = replace(pusher, peers={0: pusher.peers[0]})
-    with pytest.raises(TransportError, match="rank 1 is not among the peers"):
-        push(pusher, routes, make_request(), 0)
-    assert not settles.is_alive()
-    assert fabric.num_pending == 0
+    has_ended = threading.Event()
+
+    def step() -> None:
+        while not has_ended.wait(0.1):
+            fabric.step()
+
+    threading.Thread(target=step).start()
+    try:
+        with pytest.raises(TransportError, match="rank 1 is not among the peers"):
+            push(pusher, routes, make_request(), 0)
+        assert fabric.num_pending == 0
+    finally:
+        has_ended.set()
 
 
 def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
