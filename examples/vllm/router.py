@@ -115,7 +115,7 @@ class Router:
             return refusal(400, "the body is no JSON")
         if not isinstance(body, dict):
             return refusal(400, "the body is no JSON object")
-        conversation = str(body.pop("conversation_id", ""))
+        conversation = str(body.pop("conversation_id", None) or "")
         try:
             engine = self.choose(self.prefill)
             if engine is not None and engine.side_channel and conversation not in self.answers:
@@ -311,7 +311,9 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     if len(chosen.side_channel) != (len(chosen.prefill) if chosen.early else 0):
         parser.error("with --early give one --side-channel for each --prefill, without it none")
-    if not all(re.fullmatch(r".+:\d{1,5}", place) for place in chosen.side_channel):
+    if not all(
+        re.fullmatch(r".+:\d{1,5}", place) and int(place.rpartition(":")[2]) < 65536 for place in chosen.side_channel
+    ):
         parser.error("--side-channel is HOST:PORT, for example 10.0.0.1:5600")
     for address in (*chosen.prefill, *chosen.decode):
         if not re.fullmatch(r"https?://[^/]+/?", address):

@@ -346,10 +346,24 @@ def test_a_turn_whose_prefill_reads_the_last_answer_back_waits_for_it() -> None:
     assert second.asked[1]["kv_transfer_params"] == PARAMS
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_requests_that_name_no_conversation_have_none_in_common(name: str | None) -> None:
+    first, second = prefill(), decode()
+    with routing([first], [second]) as url:
+        for _ in range(2):
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "conversation_id": name}).status_code == 200
+    assert "remote_engine_id" not in first.asked[1]["kv_transfer_params"]
+
+
 @pytest.mark.parametrize(
     "words",
-    [["--early"], ["--side-channel", SIDE_CHANNEL], ["--early", "--side-channel", "10.0.0.1"]],
-    ids=["none", "without --early", "no port"],
+    [
+        ["--early"],
+        ["--side-channel", SIDE_CHANNEL],
+        ["--early", "--side-channel", "10.0.0.1"],
+        ["--early", "--side-channel", "10.0.0.1:65536"],
+    ],
+    ids=["none", "without --early", "no port", "no such port"],
 )
 def test_the_command_line_wants_a_side_channel_of_each_prefill_engine(words: list[str]) -> None:
     command = [sys.executable, str(ROUTER), "--prefill", "http://a", "--decode", "http://b", *words]

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvreshard.model import KvReshardError
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.worker import WorkerSide
 
@@ -26,3 +27,9 @@ def test_a_buffer_lies_where_the_caches_do(devices: set[str], options: dict[str,
     worker = WorkerSide(None, None, "engine", read_options(options))
     buffer = worker._make_buffer(devices)
     assert (None if buffer is None else (str(buffer.device), buffer.nbytes)) == (device and (device, 64 << 20))
+
+
+def test_a_buffer_for_which_there_is_no_memory_is_refused() -> None:
+    worker = WorkerSide(None, None, "engine", read_options({"staging_bytes": 1 << 60}))
+    with pytest.raises(KvReshardError, match="staging_bytes is 1152921504606846976, and cpu has not so much memory"):
+        worker._make_buffer({"cpu"})

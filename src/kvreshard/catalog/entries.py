@@ -77,7 +77,7 @@ def load(model: str, draft: str | None = None) -> Model:
     expect(draft, str, "a draft", "an id of `kvreshard models` or the path of a config.json")
     if draft in MODELS:
         return as_draft(found, read_draft(draft, MODELS[draft].read(), found))
-    return as_draft(found, _from_path(draft, lambda name, raw: read_draft(name, raw, found)))
+    return as_draft(found, _from_path(draft, lambda name, raw: read_draft(name, raw, found), "draft"))
 
 
 def geometry(model: Model) -> str:
@@ -116,12 +116,12 @@ def _sizes(layer: ModelLayer) -> str:
             return ""
 
 
-def _from_path(model: str, read: Callable[[str, Mapping[str, Any]], Model]) -> Model:
+def _from_path(model: str, read: Callable[[str, Mapping[str, Any]], Model], what: str = "model") -> Model:
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
         if not path.exists():
-            raise _unknown(model, path)
+            raise _unknown(what, model, path)
         raw = _read(path)
         beside = path.with_name(QUANTISATION_FILE)
         if path.name == "config.json" and raw.get(QUANTISATION) is None and beside.is_file():
@@ -143,18 +143,18 @@ def _read(path: Path) -> dict[str, Any]:
     return _parse(str(path), content)
 
 
-def _unknown(model: str, path: Path) -> LayoutError:
-    """The error for a model that is nowhere. Of `organisation/name`, as hubs write it, the name is compared."""
+def _unknown(what: str, model: str, path: Path) -> LayoutError:
+    """The error for a model, or a draft, that is nowhere. Of `organisation/name`, as hubs write it, the name is compared."""
     if not model:
         return LayoutError(
-            "the model's name is empty; give an id or the path of a config.json, and check whether a shell variable is unset"
+            f"the {what}'s name is empty; give an id or the path of a config.json, and check whether a shell variable is unset"
         )
     name = model.rstrip("/").rpartition("/")[2].casefold()
     near = difflib.get_close_matches(name, MODELS, 1, 0.5)
-    what = f"model '{escaped(model, MAX_SHOWN)}' is not known, nor is there a file '{escaped(path, MAX_SHOWN)}'"
+    text = f"{what} '{escaped(model, MAX_SHOWN)}' is not known, nor is there a file '{escaped(path, MAX_SHOWN)}'"
     if near:
-        return LayoutError(f"{what}; did you mean '{near[0]}'? `kvreshard models` lists all")
-    return LayoutError(f"{what}; give the path of a config.json, or one of {', '.join(MODELS)}")
+        return LayoutError(f"{text}; did you mean '{near[0]}'? `kvreshard models` lists all")
+    return LayoutError(f"{text}; give the path of a config.json, or one of {', '.join(MODELS)}")
 
 
 def _packaged(name: str) -> dict[str, Any]:

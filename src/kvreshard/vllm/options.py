@@ -44,6 +44,7 @@ _RANGES = (
     ("early_reads_share", 0.0, 1.0, ", a share of this engine's blocks"),
     ("digest_share", 0.0, 1.0, ", a share of all requests"),
     ("side_channel_port", 0, 65_535, ", where 0 is any free port"),
+    ("lease_slots", 1, 1 << 24, ", of 16 bytes each"),
 )
 
 _POSITIVE = (
@@ -51,7 +52,6 @@ _POSITIVE = (
     "settle_timeout_s",
     "call_timeout_s",
     "handshake_timeout_s",
-    "lease_slots",
     "digest_timeout_s",
     "flight_recorder_files",
     "max_in_flight_bytes",
@@ -96,13 +96,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; it must be a finite number")
+            _check_value(name, getattr(self, name))
         for name, low, high, what in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise ValueError(f"{name} is {value:g}; it must be from {low:g} to {high:g}{what}")
+                raise ValueError(f"{name} is {value:g}; it must be from {low:.9g} to {high:.9g}{what}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
@@ -163,6 +161,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The cost constants of this host for caches on `device`. Raises KvReshardError for a file that holds none."""
         found = load_constants(Path(self.cost_model), host_description(device)) if self.cost_model is not None else None
         return found or usual_cost(device)
+
+
+def _check_value(name: str, value: object) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be a finite number")
+    if value == "":
+        raise ValueError(f"{name} is an empty text; leave it out")
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:

@@ -310,9 +310,15 @@ class WorkerSide:
         return None if where is None else Recorder(Path(where).expanduser(), self._options.flight_recorder_files)
 
     def _make_buffer(self, devices: set[str]) -> torch.Tensor | None:
-        """The staging buffer, where the caches are; None without staging, or where they lie on several devices."""
+        """The staging buffer, where the caches are; None without staging, or where they lie on several devices. Raises KvReshardError."""
         import torch
 
         if not self._options.staging_bytes or len(devices) != 1:
             return None
-        return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))
+        size_bytes, device = self._options.staging_bytes, next(iter(devices))
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise KvReshardError(
+                f"staging_bytes is {size_bytes}, and {device} has not so much memory left; choose less, or 0 to read everything directly ({error})"
+            ) from error

@@ -95,3 +95,11 @@ def test_beside_a_draft_the_models_own_prediction_layers_are_not_made() -> None:
     assert "draft.0.attn.k" in layers
     assert "mtp.0.attn.latent" not in layers
     assert "mtp.0.attn.latent" in describe(model, parse_engine("tp=1,spec=1,draft=off"), "e").field_by_name
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"), [("nowhere", "draft 'nowhere' is not known"), ("", "the draft's name is empty")]
+)
+def test_a_draft_that_is_nowhere_is_called_a_draft(draft: str, told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        load("llama-3.1-70b", draft)
