@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,12 +38,19 @@ settings.load_profile("dev")
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed here when none is given, so that a green run can be repeated as well as a red one."""
     if getattr(config.option, SEED_OPTION, None) is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+        given = getattr(config, "workerinput", {}).get(SEED_OPTION)
+        config.option.hypothesis_seed = given or str(random.SystemRandom().getrandbits(32))
     if "KVRESHARD_RESULTS" in os.environ:
         from tests.outcomes import Outcomes  # only here: this file is also run alone (unit/test_conftest.py)
 
         path = Path(os.environ["KVRESHARD_RESULTS"])
         config.pluginmanager.register(Outcomes(path, config.getoption(SEED_OPTION)), "kvreshard-outcomes")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist: processes side by side are one run
+def pytest_configure_node(node: Any) -> None:
+    """Give each process the seed that is told at the top."""
+    node.workerinput[SEED_OPTION] = node.config.getoption(SEED_OPTION)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -162,8 +162,10 @@ def test_bounds_that_save_an_estimate_change_no_decision(
     layer: PairLayer, cost: CostModel, run_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staged is what the whole estimate says, whether or not a bound has told so before."""
-    seen = set()
-    for seed in range(run_seed, run_seed + 40):
+    seen = set[bool]()
+    for seed in range(run_seed, run_seed + 400):
+        if seed >= run_seed + 40 and len(seen) == 2:  # one pair in eleven is staged, with a device's constants
+            break
         pair = make_pair(layer, seed)
         for rank in pair.dst.rank_by_number:
             staged = []

@@ -1,6 +1,7 @@
 """Is a run of the suite really random, and can it be repeated?"""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,16 @@ def test_the_same_seed_draws_the_same_examples_and_another_seed_does_not(tmp_pat
     first = drawn_by_a_run(tmp_path, "--hypothesis-seed=1")
     assert drawn_by_a_run(tmp_path, "--hypothesis-seed=1") == first
     assert drawn_by_a_run(tmp_path, "--hypothesis-seed=2") != first
+
+
+def test_processes_side_by_side_have_the_seed_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(
+        "def test_one(run_seed): assert run_seed < 0\ndef test_two(run_seed): assert run_seed < 0\n"
+    )
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-c", os.devnull, "."]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    told = re.findall(r"seed: (\d+)", done.stdout)
+    assert len(told) == 1, done.stdout + done.stderr
+    assert set(re.findall(r"assert (\d+) < 0", done.stdout)) == set(told)
