@@ -30,7 +30,7 @@ demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, 
 	@scripts/venv vllm
 	@.venv-vllm/bin/python examples/vllm/demo.py $(if $(KEEP),--keep) $(ARGS)
 
-test: ## the test suite; about eight minutes on 2 cores
+test: ## the test suite; about six minutes on 2 cores
 	@scripts/venv test
 	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) $(BESIDE) --hypothesis-profile=ci -m "not long" --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
 
