@@ -183,7 +183,7 @@ def _found(unstated: _Unstated, key: bytes) -> Answer:
 
 
 def _num_bytes(answer: Answer) -> int:
-    """Of an encoded answer, at most as far as names go."""
+    """Bytes of an encoded answer, or more: its pages and details, and ample room for the rest."""
     stated = answer.statement
     listed = 0 if stated is None else len(stated.details) + sum(len(one.pages) for one in stated.pages.values())
     return listed + MAX_FRAME_BYTES

@@ -32,7 +32,7 @@ class Workers:
             if self._is_closed:
                 return False
             if self._num_open >= self._num_threads and self._num_threads < self._max_threads:
-                # A process that has as many threads as it may have does with those that there are.
+                # Where no more threads may be started, those that run do the work.
                 with contextlib.suppress(RuntimeError):
                     threading.Thread(target=self._run, name=self._name, daemon=True).start()
                     self._num_threads += 1

@@ -112,11 +112,13 @@ class MissingItems:
         return "" if count >= needed.num_tokens else f"{needed.reason}, and has {count} of them"
 
     def _count_held(self, request: Request, num_computed: int, num_loadable: int) -> int:
-        """Leading tokens behind which vLLM computes the rest.
+        """How many leading tokens vLLM takes from its prefix hit and the load. It computes all that follow.
 
-        Without a load it goes on where all groups have a hit, states too. It has asked with the attention's, which may reach further (0.33.0,
-        `Scheduler.schedule`, `hit_diverged`). It loads nothing of a prompt whose prefix hits it must not read, such as one with
-        log-probabilities of the prompt. Of a hit it replays the last window; vLLM 0.31 loads whole blocks then, and replays that of a load too.
+        - With a load: those that it asked with, and those of the load.
+        - Without one: the hit that all groups share, states too. The attention's hit, with which vLLM asks, may be longer (0.33.0,
+          `Scheduler.schedule`, `hit_diverged`).
+        - A prompt whose prefix hits must not be read, such as one with log-probabilities of the prompt: none, and nothing is loaded.
+        - Where vLLM replays the last window of a hit, without that window. vLLM 0.31 loads whole blocks there, and replays the load's too.
         """
         if num_loadable and not request.get_skip_reading_prefix_cache():
             if not (self._num_replayed and release().replays_loads):
