@@ -77,7 +77,7 @@ def _decide(transfer: RankTransfer, cost: CostModel, way: Way | None, budget: Bu
     pattern = transfer.typical_pattern(budget)
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(transfer.fields[0], steps, "pages that overlap in too many runs")
-    return replace(transfer, choice=choose(pattern, cost, way))
+    return replace(transfer, choice=choose(pattern, cost, way, is_state=transfer.is_state))
 
 
 def _transfer(

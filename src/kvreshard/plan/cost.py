@@ -124,7 +124,7 @@ def usual_cost(device: str) -> CostModel:
 class Choice(msgspec.Struct, frozen=True):
     """How a transfer is read, and why. Seconds and counts are for one page with all fields of the transfer.
 
-    `is_open`: a request decides anew, since neighbouring pages or batches may make staging pay. `model`: by which it was chosen.
+    `is_open`: a request decides anew, since neighbouring pages or batches may make the other way pay. `model`: by which it was chosen.
     """
 
     way: Way = "direct"
@@ -145,8 +145,8 @@ class Choice(msgspec.Struct, frozen=True):
         return f"staged: {self.num_reads} reads instead of {self.num_runs} runs of {self.run_bytes} B per page ({why})"
 
 
-def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Choice:
-    """The way for pages like this pattern's."""
+def choose(pattern: Pattern, model: CostModel, forced: Way | None = None, *, is_state: bool = False) -> Choice:
+    """The way for pages like this pattern's. A state is one page in every request: no neighbours make staging pay where its page does not."""
     num_fields, num_runs = len(pattern.bases.src), len(pattern.lengths)
     boxes = merged(pattern.src_offsets, pattern.src_offsets + pattern.lengths, max_gap_bytes=model.max_gap_bytes)
     box_bytes = int((boxes.stop - boxes.start).sum())
@@ -167,5 +167,7 @@ def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Cho
         work.num_reads,
         int(pattern.lengths.max()) if num_runs else 0,
         model,
-        forced is None and model.may_prefer_staging(work.num_copies, work.num_bytes),
+        forced is None
+        and (way == "staged" or not is_state)
+        and model.may_prefer_staging(work.num_copies, work.num_bytes),
     )

@@ -223,6 +223,18 @@ def test_staging_must_be_twice_as_fast_unless_the_host_was_measured() -> None:
     assert CostModel().min_speedup == 2.0
 
 
+def test_a_state_that_is_read_directly_is_so_in_every_request() -> None:
+    """One page has no neighbours that could make staging pay; of the attention pages of the same size a request has many."""
+    model = load("nemotron-3-nano-30b-a3b")
+    src, dst = (describe(model, parse_engine("tp=2,kernel=16"), name, 10) for name in ("prefill", "decode"))
+    may_pay_anywhere = CostModel(copy_s=1e-3)
+    choices = {
+        (transfer.is_state, transfer.choice.way, transfer.choice.is_open)
+        for transfer in compile_route(src, dst, 0, cost=may_pay_anywhere).transfers
+    }
+    assert choices == {(True, "direct", False), (True, "staged", True), (False, "direct", True)}
+
+
 def test_the_estimate_counts_descriptors_and_bytes_wanted_and_read() -> None:
     model = CostModel(copy_s=1e-6, read_bytes_per_s=1e9, move_run_s=1e-8, move_bytes_per_s=1e9, stage_bytes_per_s=1e9)
     work = Work(num_copies=1000, num_bytes=100_000, num_reads=10, num_read_bytes=100_000, num_runs=1000)
