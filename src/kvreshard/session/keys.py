@@ -37,10 +37,6 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
 
     Raises KvReshardError with the path for files that are missing or hold no key, and for a secret that others may read.
     """
-    if not secret_file.exists():
-        raise KvReshardError(
-            f"there is no key file {secret_file}; check the path, or make a pair with `kvreshard keys`"
-        )
     public, secret = _read_file(secret_file)
     if secret is None:
         raise KvReshardError(
@@ -52,11 +48,7 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
         )
     others: list[bytes] = []
     if public_dir is not None:
-        if not public_dir.is_dir():
-            raise KvReshardError(
-                f"{public_dir} is not a directory; it should hold the .key files of the engines to trust"
-            )
-        others = [_read_file(path)[0] for path in sorted(public_dir.glob("*.key"))]
+        others = [_read_file(path)[0] for path in _find_public(public_dir)]
     trusted = tuple(dict.fromkeys([public, *others]))
     if len(trusted) > MAX_PEER_KEYS:
         raise KvReshardError(f"{public_dir} holds {len(trusted)} keys; more than {MAX_PEER_KEYS} are not accepted")
@@ -66,8 +58,6 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Make a key pair: (`NAME.key`, `NAME.key_secret`), the latter for its owner only. Raises KvReshardError if one exists."""
     auth = _import_auth()
-    if directory.exists() and not directory.is_dir():
-        raise KvReshardError(f"{directory} is a file; name the directory that the keys are to be written to")
     public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -83,6 +73,10 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
                 secret_file.unlink()
                 raise
     except FileExistsError as error:
+        if not directory.is_dir():
+            raise KvReshardError(
+                f"{directory} is a file; name the directory that the keys are to be written to"
+            ) from error
         raise KvReshardError(f"there is a key {name!r} in {directory} already; choose another name") from error
     except OSError as error:
         raise KvReshardError(f"cannot write keys to {directory}: {error}") from error
@@ -98,12 +92,27 @@ def _import_auth() -> ModuleType:
     return auth
 
 
+def _find_public(directory: Path) -> list[Path]:
+    """The `.key` files of a directory. Raises KvReshardError if it cannot be listed: `Path.glob` would find none in it."""
+    try:
+        return sorted(path for path in directory.iterdir() if path.name.endswith(".key"))
+    except OSError as error:
+        raise KvReshardError(
+            f"{directory} is not a directory that can be read ({error.strerror}); it should hold the .key files of the engines to trust"
+        ) from error
+
+
 def _read_file(path: Path) -> tuple[bytes, bytes | None]:
     auth = _import_auth()
     from zmq.utils import z85
 
     try:
+        path.stat()  # pyzmq says of any file that it cannot open only that it is invalid
         public, secret = auth.load_certificate(path)
+    except FileNotFoundError as error:
+        raise KvReshardError(
+            f"there is no key file {path}; check the path, or make a pair with `kvreshard keys`"
+        ) from error
     except (OSError, ValueError) as error:
         raise KvReshardError(f"cannot read a key from {path}: {error}; `kvreshard keys` writes key files") from error
     for key in (public, secret):

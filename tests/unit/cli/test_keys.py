@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from kvreshard.cli.app import app
 from kvreshard.session.keys import read_keys, write_keys
 
+LONG = "x" * 300
+
 
 def test_the_files_are_named_and_are_keys(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["keys", str(tmp_path / "room"), "--name", "p-0"]).stdout
@@ -23,11 +25,18 @@ def test_json_names_the_files(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_what_they_should_be_are_called_what_they_are(run, tmp_path: Path) -> None:
-    public = write_keys(tmp_path, "room")[0]
+    public, secret = write_keys(tmp_path, "room")
     for words, told in (
         (["keys", tmp_path / "room.key"], "is a file; name the directory"),
         (["doctor", "--peer", "a:1", "--key", public], "has no secret key"),
         (["doctor", "--peer", "a:1", "--key", tmp_path / "none"], "there is no key file"),
+        # No stat of them answers yes or no, as of paths in a directory of somebody else.
+        (["keys", tmp_path / LONG], "cannot write keys to"),
+        (["doctor", "--peer", "a:1", "--key", tmp_path / LONG], "cannot read a key from"),
+        (
+            ["doctor", "--peer", "a:1", "--key", secret, "--trusted", tmp_path / LONG],
+            "not a directory that can be read",
+        ),
     ):
         result = run(*words)
         assert (result.exit_code, told in result.stderr) == (2, True), result.stderr

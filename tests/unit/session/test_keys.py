@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import select
 import socket
 import stat
@@ -284,3 +286,16 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     _, secret = write_keys(tmp_path, "room")
     with pytest.raises(KvReshardError, match="nowhere is not a directory"):
         read_keys(secret, tmp_path / "nowhere")
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its keys an engine would start, and refuse all others."""
+    _, secret = write_keys(tmp_path, "room")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for name in ("listdir", "scandir"):  # which of them is used depends on the version of Python
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(KvReshardError, match=r"not a directory that can be read \(Permission denied\)"):
+        read_keys(secret, tmp_path)
