@@ -83,14 +83,14 @@ def require_constants(path: Path, host: str, device: str = "cpu") -> CostModel:
         return found
     option = "" if device == "cpu" else f" --device {device}"
     remedy = f"`kvreshard bench --calibrate --constants {path}{option}` measures them"
-    if not path.exists():
+    file = _read_file(path)
+    if file is None:
         raise KvReshardError(f"there is no constants file {path}; {remedy}")
-    version = _read_file(path).version
-    if version != VERSION:
+    if file.version != VERSION:
         raise KvReshardError(
-            f"constants file {path} is of version {version}, this kvreshard uses version {VERSION}; {remedy} here"
+            f"constants file {path} is of version {file.version}, this kvreshard uses version {VERSION}; {remedy} here"
         )
-    known = "; ".join(f"({name})" for name in _read(path)) or "none"
+    known = "; ".join(f"({name})" for name in file.hosts) or "none"
     raise KvReshardError(f"constants file {path} has none of this host ({host}) but of {known}; {remedy} here")
 
 
@@ -98,25 +98,36 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
     """Add or replace the constants of one host, and drop those of another version. Raises KvReshardError for another kind of file."""
     constants = _Constants(**{name: getattr(model, name) for name in _Constants.__struct_fields__})
     hosts = {**_read(path), host: msgspec.Raw(msgspec.json.encode(constants))}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    content = msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n"
     written = path.with_suffix(".new")
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n")
-    written.replace(path)  # a reader never finds half a file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_bytes(content)
+        written.replace(path)  # a reader never finds half a file
+    except OSError as error:
+        raise KvReshardError(
+            f"constants file {path} cannot be written: {error.strerror}; name another with --constants"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, msgspec.Raw]:
     """Constants by host: none if there is no file, or one of another version."""
-    if not path.exists():
-        return {}
     file = _read_file(path)
-    return file.hosts if file.version == VERSION else {}
+    return file.hosts if file is not None and file.version == VERSION else {}
 
 
-def _read_file(path: Path) -> _File:
+def _read_file(path: Path) -> _File | None:
+    """None if there is no file. Raises KvReshardError for one that cannot be read, and for another kind of file."""
     try:
         with path.open("rb") as file:
-            found = msgspec.json.decode(file.read(MAX_BYTES), type=_File)  # a longer file is cut, and so no JSON
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            content = file.read(MAX_BYTES)  # a longer file is cut, and so no JSON
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise KvReshardError(f"constants file {path} cannot be read: {error.strerror}; check the path") from error
+    try:
+        found = msgspec.json.decode(content, type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KvReshardError(
             f"constants file {path} cannot be read: {error}; `kvreshard bench --calibrate` writes such a file anew"
         ) from error

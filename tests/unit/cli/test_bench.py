@@ -35,6 +35,21 @@ def test_a_file_that_is_none_is_refused(run, tmp_path: Path) -> None:
     assert "cannot be read" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench"],
+        ["bench", "--calibrate"],
+        ["plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2"],
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_refused(run, tmp_path: Path, words: list[str]) -> None:
+    """As one in a directory of somebody else: whether there is a file is not known."""
+    option = "--constants" if words[0] == "bench" else "--cost-model"
+    result = run(*words, option, tmp_path / ("x" * 300))
+    assert (result.exit_code, "cannot be read: File name too long" in result.stderr) == (2, True), result.output
+
+
 def test_a_file_without_an_end_is_not_read_to_it(run) -> None:
     result = run("bench", "--constants", "/dev/zero")
     assert result.exit_code == 2

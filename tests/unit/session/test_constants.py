@@ -68,3 +68,9 @@ def test_constants_that_are_not_positive_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("2000000000.0", "-2.0"))
     with pytest.raises(KvReshardError, match="calibrate"):
         load_constants(path, "here")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvReshardError, match=r"file/constants\.json cannot be written: .*; name another"):
+        save_constants(tmp_path / "file" / "constants.json", "here", MODEL)
