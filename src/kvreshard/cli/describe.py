@@ -41,7 +41,8 @@ def describe(
     if output is None:
         write_encoded(content)
         return
-    write_whole(output, content)
+    if write_whole(output, content):
+        return
     sizes = {"ranks": len(layout.ranks), "fields": len(layout.fields), "groups": len(layout.groups)}
     if as_json:
         about = {"output": str(output), "bytes": len(content), "engine": layout.engine}

@@ -5,8 +5,10 @@ A path that cannot be read or written is an `InputError` with the path and the r
 
 from __future__ import annotations
 
+import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +31,7 @@ from kvreshard.testing.scenario import pages_needed
 from kvreshard.transport.base import is_device
 
 Side = Literal["prefill", "decode"]
+STDOUT = 1
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
@@ -138,24 +141,52 @@ def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
     return usual_cost(device) if path is None else require_constants(path, host_description(device), device)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: under a temporary name beside what a link leads to, then renamed. Raises InputError."""
+def write_whole(path: Path, content: bytes) -> bool:
+    """Write a file whole or not at all: under a temporary name beside what a link leads to, then renamed. Raises InputError.
+
+    Returns whether the content went to stdout, which then takes nothing else.
+    """
     if not path.name or str(path) == "-":
         raise InputError(f"output file '{path}' is no name of a file; give one, or /dev/stdout to have it on stdout")
     try:
-        path = path.resolve() if path.is_symlink() else path
-        part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_bytes(content)  # a pipe or /dev/stdout cannot be replaced
-            return
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        number = _find_descriptor(path)
+        if number is None:
+            _replace(path, content)
+        elif number != STDOUT:
+            with open(os.dup(number), "wb") as file:
+                file.write(content)
     except (OSError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is a link to itself"
         raise InputError(f"output file '{path}' cannot be written: {why}; nothing was written") from None
+    if number == STDOUT:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content)
+    return number == STDOUT
+
+
+def _replace(path: Path, content: bytes) -> None:
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        path.write_bytes(content)  # a pipe cannot be replaced
+        return
+    path = path.resolve() if path.is_symlink() else path
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _find_descriptor(path: Path) -> int | None:
+    """The open descriptor that a path names, as /dev/stdout and /dev/fd/3 do: opened by such a name, a file would be written anew."""
+    open_files = Path("/proc/self/fd").resolve()
+    for _ in range(8):  # links
+        if path.parent.resolve() == open_files and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / path.readlink()
+    return None
 
 
 def describe_engine(

@@ -231,7 +231,8 @@ def _price_sizes(
 
 def _write_page(page_file: Path, pair: Pair, content: bytes, steps: list[Priced], as_json: bool) -> None:
     """Write the page, and a line or a document about it."""
-    write_whole(page_file, content)
+    if write_whole(page_file, content):
+        return
     if as_json:
         about = {"output": str(page_file), "bytes": len(content), "title": pair.title}
         write_json({**about, "requests": [step.what for step in steps], "warnings": list(pair.warnings)})

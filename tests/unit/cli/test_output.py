@@ -43,6 +43,24 @@ def test_a_pipe_without_a_reader_is_exit_code_141(words: list[str]) -> None:
     assert (done.stderr, done.returncode) == ("", 141)
 
 
+@pytest.mark.parametrize("redirection", ["> {}", ">> {}", "| cat > {}", "| cat >> {}"])
+def test_dev_stdout_is_stdout_wherever_it_leads(redirection: str, tmp_path: Path) -> None:
+    """A refusal of `--output -` advises it. What a file has is kept where it is appended to, and nothing else comes behind."""
+    kept = tmp_path / "layouts"
+    kept.write_text("kept\n")
+    describe = ["describe", "--model", "llama-3.1-8b"]
+    done = run_shell([*describe, "--json", "--output", "/dev/stdout"], redirection.format(kept))
+    assert (done.stderr, done.returncode) == ("", 0)
+    before = "kept\n" if ">>" in redirection else ""
+    assert kept.read_text() == before + run_shell(describe, "").stdout
+
+
+def test_an_output_may_be_a_pipe_of_the_shell() -> None:
+    words = ["describe", "--model", "llama-3.1-8b"]
+    done = run_shell(words, "--output >(cat >&2)")
+    assert (done.stderr, done.returncode) == (run_shell(words, "").stdout, 0)
+
+
 def test_a_stderr_that_takes_nothing_leaves_the_exit_code() -> None:
     assert run_shell(["plan", "a.json"], "2> /dev/full").returncode == 2
     assert run_shell(["plan", "a.json"], "2>&-").returncode == 2
