@@ -25,7 +25,16 @@ from kvreshard.cli.describe import describe
 from kvreshard.cli.doctor import doctor
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
-from kvreshard.cli.output import OutputError, PipeClosedError, escape_unencodable, forget, tell, write_json, writing
+from kvreshard.cli.output import (
+    OutputError,
+    PipeClosedError,
+    escape_unencodable,
+    forget,
+    ignore_no_width,
+    tell,
+    write_json,
+    writing,
+)
 from kvreshard.cli.plan import plan
 from kvreshard.cli.replay import replay_file
 from kvreshard.cli.top import top
@@ -79,6 +88,7 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         escape_unencodable()
+        ignore_no_width()
         words = list(sys.argv[1:] if args is None else args)
         options["standalone_mode"] = False
         options["prog_name"] = (

@@ -203,6 +203,12 @@ def write_encoded(content: bytes) -> None:
         sys.stdout.write(text)
 
 
+def ignore_no_width() -> None:
+    """Drop COLUMNS=0, as some parents of a terminal without a size set it: Rich would print nothing at all, errors included."""
+    if os.environ.get("COLUMNS") == "0":
+        del os.environ["COLUMNS"]
+
+
 def escape_unencodable() -> None:
     """Make stdout write escapes for characters that its encoding lacks, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -77,3 +77,12 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path: Path) -> None:
         done = subprocess.run(command, check=False, capture_output=True, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
         assert (b"m\\u00fc.json" if options else b"m\\xfc.json") in done.stdout
+
+
+def test_an_error_is_told_on_a_terminal_said_to_have_no_columns() -> None:
+    ours, its = os.openpty()
+    env = {**os.environ, "COLUMNS": "0", "TERM": "xterm"}
+    done = subprocess.run([*KVRESHARD, "plan", "a.json", "b.json"], check=False, stdout=its, stderr=its, env=env)
+    os.close(its)
+    assert (done.returncode, b"cannot be read" in os.read(ours, 4096)) == (2, True)
+    os.close(ours)
