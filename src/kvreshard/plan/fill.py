@@ -38,6 +38,9 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
     expect(copies, Iterable, "the copies", "what `kvreshard.bind` returns")
     if dst_rank not in dst.rank_by_number:
         raise UsageError(f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}")
+    copies = list(copies)
+    for copy in copies:
+        expect(copy, CopyList, "a part of the copies", "what `kvreshard.bind` returns")
     return _unwritten(dst, dst_rank, {group.name: _new_pages(request, group) for group in dst.groups}, copies)
 
 

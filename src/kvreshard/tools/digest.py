@@ -107,6 +107,9 @@ def compare(src: Mapping[Part, Digest], dst: Mapping[Part, Digest]) -> Verdict:
     """The verdict over all parts that either side has."""
     for digests in (src, dst):
         expect(digests, Mapping, "the digests of a side", "what `digest_transfers` returns")
+        for part, digest in digests.items():
+            expect(part, Part, "a part of the digests", "what `digest_transfers` returns")
+            expect(digest, Digest, "a digest", "what `digest_transfers` returns")
     parts = sorted({*src, *dst})
     found = tuple(Difference(part, src.get(part), dst.get(part)) for part in parts if src.get(part) != dst.get(part))
     return Verdict(len(parts), sum(digest.num_bytes for digest in src.values()), found)
@@ -129,6 +132,8 @@ def digest_transfers(
     expect(transfers, Iterable, "the transfers", "`route.transfers` of what `kvreshard.compile_routes` returns")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     expect(key, bytes, "the key of a digest", "bytes, the same on both sides")
+    if not callable(getattr(memory, "weighted_sums", None)):
+        raise UsageError(f"the memory is of type {type(memory).__name__}; for host memory give kvreshard.HostMemory()")
     if side not in get_args(Side):
         raise UsageError(f"side is {side!r:.80}, and must be {' or '.join(map(repr, get_args(Side)))}")
     tables = request.src_tables if side == "src" else request.dst_tables
