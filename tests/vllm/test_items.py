@@ -304,6 +304,32 @@ def test_tokens_that_stand_for_a_picture_are_not_computed_without_one_whatever_b
         assert bool(reason) == bool(expected)
 
 
+@pytest.mark.parametrize("differs", ["adapter", "text"])
+def test_tokens_that_stand_for_a_picture_are_not_computed_without_it_behind_another_text(differs: str) -> None:
+    """The platform has taken the picture out, and the text in front of it, or the adapter, is another here."""
+    there, here = (LoRARequest(name, number, f"/nowhere/{name}") for number, name in enumerate("ab", 1))
+    tokens = [*TOKENS[:100], *[PLACEHOLDER] * 64, *TOKENS[164:]]
+    mine = [*tokens[:70], 9, *tokens[71:]] if differs == "text" else tokens
+    lora: dict[str, Any] = {"lora_request": here} if differs == "adapter" else {}
+    cat = picture("cat", 100, 64)
+    theirs = items(cat) | ({"lora_request": there} if differs == "adapter" else {})
+    params = prefill(groups(full(64)), tokens, [[1, 2, 3, 4, 5]], **theirs)
+    for token_ids, features, is_refused in (
+        (mine, items(), True),
+        (mine, items(picture("cat", 100, 63)), False),
+        (mine, items(cat), False),
+        (mine[:100] + TOKENS[:64], items(), False),  # another text without a picture
+        ([*mine[:80], *mine[100:]], items(picture("cat", 80, 64)), False),
+    ):
+        decode = Decode(full(128), placeholders=frozenset({PLACEHOLDER}))
+        asked = decode.arrive(params, token_ids, **features, **lora)
+        count = decode.side.count_loadable(asked, 0)
+        assert count == (64 if differs == "text" else 0)
+        reason = decode.side.missing_items.why_refused(asked, 0, count)
+        assert bool(reason) == is_refused, (token_ids, features)
+        assert not reason or reason.startswith("token 100 stands for a picture")
+
+
 def test_a_load_that_has_failed_is_refused_and_prefix_hits_may_do() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **items(picture("cat", 20, 64)))
     decode = Decode(full(128))

@@ -144,13 +144,16 @@ def first_difference(theirs: Iterable[Item], mine: Iterable[Item], positions: Po
     return min((first for first, _, _ in different), default=None)
 
 
-def find_unseen(token_ids: Sequence[int], items: Iterable[Item], placeholders: frozenset[int]) -> int | None:
-    """The first token that stands for an item which is not among `items`; None if there is none."""
+def find_unseen(
+    token_ids: Sequence[int], items: Iterable[Item], placeholders: frozenset[int], start: int = 0
+) -> int | None:
+    """The first token from `start` on that stands for an item which is not among `items`; None if there is none."""
     if not placeholders:
         return None
     stands = np.isin(np.asarray(token_ids, dtype=np.int64), list(placeholders))
     for item in items:
         stands[item.first : item.end] = False
+    stands[:start] = False
     return int(stands.argmax()) if stands.any() else None
 
 

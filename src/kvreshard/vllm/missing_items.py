@@ -3,18 +3,20 @@
 1. `arrive`: the items are compared as soon as the key of their digests is known, before vLLM looks for prefix hits. The blocks of a
    request that lacks items, or whose prefill had another `cache_salt`, are hashed with a key of its own. Without the source's key
    nothing is known of the items: the request is refused if its prefill had any (`arrive_unasked`).
-2. `narrow`: once the texts have been compared, items of another text are not needed.
+2. `narrow`: once the texts have been compared, items of another text are not needed. What is computed of it must not stand for one of them.
 3. `why_refused`: whenever vLLM is about to schedule the request, also after a failed load or a preemption.
 4. `end`: the request is over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvreshard.vllm.items import (
     Comparison,
+    Item,
     Positions,
     compare,
     digest_with_key,
@@ -93,6 +95,8 @@ class MissingItems:
         first_other = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
         found = compare(theirs.items, with_key(mine.items, key), num_prompt, first_other, self._positions)
         self._note(request, found)
+        if first_other is not None:
+            self._refuse_unseen(request, theirs.items, mine, num_same, key)
         if is_followed and request.request_id in self._needed:
             reason = (
                 "its prefill has other pictures, audio or video than this request, and was found by a transfer_id, which may be anybody's: send "
@@ -128,6 +132,19 @@ class MissingItems:
         else:
             num_held = num_computed if self.manager is None else int(self.manager.get_computed_blocks(request)[1])
         return max(0, num_held - self._num_replayed)
+
+    def _refuse_unseen(self, request: Request, theirs: Iterable[Item], mine: Prompt, num_same: int, key: bytes) -> None:
+        """Behind `num_same` tokens, all is computed here: a token that stands for an item of the prefill must have one."""
+        here = {item.name for item in with_key(mine.items, key)}
+        if all(item.name in here for item in theirs):
+            return
+        unseen = find_unseen(mine.token_ids, mine.items, self._placeholders, num_same)
+        if unseen is not None:
+            reason = (
+                f"token {unseen} stands for a picture, audio or video that is not here, and nothing behind token {num_same} is loaded, since "
+                "text or adapter differ from the prefill's: send it to both engines"
+            )
+            self._needed[request.request_id] = _Needed(None, reason)
 
     def end(self, request_id: str) -> None:
         """The request has ended."""
