@@ -197,13 +197,18 @@ class Router:
 
     async def _pass_on(
         self, answer: httpx.Response, stack: contextlib.AsyncExitStack, conversation: str
-    ) -> AsyncIterator[str]:
-        """The events of a stream. It ends at the engine too when the client goes: this is closed then."""
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream, as they are. It ends at the engine too when the client goes: this is closed then."""
         async with stack:
-            async for line in answer.aiter_lines():
-                if conversation and line.startswith("data: {"):
-                    self._keep(conversation, json.loads(line.removeprefix("data: ")))
-                yield line + "\n"
+            begun = b""
+            async for part in answer.aiter_bytes():
+                if conversation:
+                    # Not `aiter_lines`, for which a line also ends at characters that a text may have, as U+2028.
+                    *lines, begun = (begun + part).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            self._keep(conversation, json.loads(line.removeprefix(b"data: ")))
+                yield part
 
     def _keep(self, conversation: str, answer: dict[str, Any]) -> None:
         params = answer.get("kv_transfer_params")

@@ -51,6 +51,7 @@ class FakeEngine:
 
     def __init__(self, answer: dict[str, Any], status: int = 200, slow: bool = False) -> None:
         self.answer, self.status, self.slow = answer, status, slow
+        self.first = 'data: {"choices": [{"text": "a"}]}\n\n'
         self.asked: list[dict[str, Any]] = []
         self.num_left = 0
         self.url = ""
@@ -75,7 +76,7 @@ class FakeEngine:
 
     async def tell(self) -> AsyncIterator[str]:
         try:
-            yield 'data: {"choices": [{"text": "a"}]}\n\n'
+            yield self.first
             while self.slow:
                 await asyncio.sleep(0.01)
                 yield ": still here\n\n"
@@ -158,6 +159,17 @@ def test_a_stream_is_passed_on_and_its_conversation_goes_on() -> None:
     assert lines[-1] == "data: [DONE]"
     assert "conversation_id" not in first.asked[0] | second.asked[0]
     assert first.asked[1]["kv_transfer_params"]["remote_engine_id"] == "d"
+
+
+@pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}], ids=["alone", "conversation"])
+def test_a_text_may_have_characters_that_end_lines_elsewhere(conversation: dict[str, str]) -> None:
+    """vLLM writes them as they are."""
+    first, second = prefill(), decode()
+    second.first = 'data: {"choices": [{"text": "a\u2028b\u2029c\u0085d"}]}\n\n'
+    with routing([first], [second]) as url:
+        body = {"prompt": "x", "stream": True, **conversation}
+        told = httpx.post(f"{url}/v1/completions", json=body).content.decode()
+    assert told == f"{second.first}data: {json.dumps(second.answer)}\n\ndata: [DONE]\n\n"
 
 
 def test_engines_that_are_gone_are_left_out_and_without_one_the_decode_engine_computes() -> None:
