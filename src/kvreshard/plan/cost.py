@@ -14,7 +14,6 @@ device with one GPU (`usual_cost`). Those of another host differ by more than st
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Literal
@@ -28,6 +27,8 @@ from kvreshard.plan.pattern import Pattern
 
 Way = Literal["direct", "staged"]
 BATCH_RATIO = 4
+# A damaged file may hold any number: what is counted with these stays a number that JSON and an integer can be.
+MAX_CONSTANT = 1e18
 DEFAULT_SPEEDUP, MEASURED_SPEEDUP = 2.0, 1.2
 
 
@@ -70,9 +71,11 @@ class CostModel:
         if not 0 <= self.hidden_share <= 1:
             raise UsageError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
         for name, number in asdict(self).items():
-            least = 0 if name in ("hidden_share", "batch_s") else math.ulp(0)
-            if not (math.isfinite(number) and number >= least):
-                raise UsageError(f"{name} is {number}; the constants of a cost model must be positive")
+            least = 0 if name in ("hidden_share", "batch_s") else 1 / MAX_CONSTANT
+            if not least <= number <= MAX_CONSTANT:
+                raise UsageError(
+                    f"{name} is {number}; the constants of a cost model must be positive, from 1e-18 to 1e18"
+                )
 
     def direct_s(self, work: Work) -> float:
         """Seconds to post every copy."""

@@ -1,6 +1,7 @@
 """`kvreshard bench`: are the constants shown, kept, and told apart from the defaults?"""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,25 @@ def test_a_constant_that_is_none_is_named(run, tmp_path: Path) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.slow
+def test_a_constant_without_measure_is_named_too(run, tmp_path: Path) -> None:
+    """Gaps of infinitely many bytes would pay."""
+    save_constants(tmp_path / "odd.json", host_description(), CostModel())
+    text = (tmp_path / "odd.json").read_text()
+    (tmp_path / "odd.json").write_text(re.sub(r'"copy_s": [^,]+', '"copy_s": 1e308', text))
+    result = run(
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--prefill",
+        "tp=1",
+        "--decode",
+        "tp=2",
+        "--cost-model",
+        tmp_path / "odd.json",
+    )
+    assert (result.exit_code, "copy_s is 1e+308; the constants of" in result.stderr) == (2, True), result.output
+
+
 def test_calibration_measures_and_keeps(run, tmp_path: Path) -> None:
     path = tmp_path / "constants.json"
     measured = json.loads(run("bench", "--calibrate", "--constants", path, "--json").stdout)

@@ -195,7 +195,7 @@ def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
 @pytest.mark.parametrize(
     "constant", [field.name for field in fields(CostModel) if field.name not in ("hidden_share", "batch_s")]
 )
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf")])
 def test_constants_must_be_positive(constant: str, value: float) -> None:
     with pytest.raises(UsageError, match="must be positive"):
         CostModel(**{constant: value})
