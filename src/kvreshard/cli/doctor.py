@@ -125,7 +125,7 @@ def parse_peer(text: str, keys: Keys | None = None) -> Peer:
     (5600, '::1')
     """
     name, _, port = text.removeprefix("tcp://").rpartition(":")
-    if not name or "/" in name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not name or "/" in name or not host.is_port(port):
         raise InputError(f"--peer '{text}': give HOST:PORT, as in 10.0.0.1:5600")
     return Peer(name.removeprefix("[").removesuffix("]"), int(port), keys)
 

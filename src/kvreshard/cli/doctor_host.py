@@ -186,7 +186,7 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
     """
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     setting = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(DEFAULT_PORT))
-    if port is None and not (setting.isascii() and setting.isdigit() and 0 < int(setting) < 65536):
+    if port is None and not is_port(setting):
         yield Line("port", "error", f"VLLM_NIXL_SIDE_CHANNEL_PORT is '{setting}'", "give a number from 1 to 65535")
         return
     chosen = int(setting) if port is None else port
@@ -211,6 +211,11 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
         yield Line("port", "warning", text, remedy)
         return
     yield Line("port", "ok", f"{host}:{chosen} is free")
+
+
+def is_port(text: str) -> bool:
+    """Whether a text is a number from 1 to 65535. Python makes no number of a text of thousands of digits."""
+    return text.isascii() and text.isdigit() and len(text) <= 8 and 0 < int(text) < 65536
 
 
 def _is_given_away(port: int, settings: Path) -> bool:

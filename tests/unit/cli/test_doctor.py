@@ -322,8 +322,9 @@ def test_options_that_do_not_go_together_are_one_line(run: Run, options: tuple[s
 def test_an_address_as_messages_show_it_is_taken_and_another_url_refused() -> None:
     peer = command.parse_peer("tcp://localhost:5600")
     assert (peer.host, peer.port) == ("localhost", 5600)
-    with pytest.raises(InputError, match="give HOST:PORT"):
-        command.parse_peer("http://localhost:5600")
+    for other in ("http://localhost:5600", f"localhost:{'9' * 5000}"):
+        with pytest.raises(InputError, match="give HOST:PORT"):
+            command.parse_peer(other)
 
 
 def test_one_engine_given_twice_is_told(run: Run, serve: Serve) -> None:

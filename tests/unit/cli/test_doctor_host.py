@@ -79,8 +79,10 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "a..b")
     line = only(doctor_host.check_port(5600))
     assert (line.status, "does not resolve: the host name is not valid" in line.text) == ("error", True)
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
-    assert only(doctor_host.check_port()).status == "error"
+    for port in ("many", "0", "65536", "9" * 5000):
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", port)
+        line = only(doctor_host.check_port())
+        assert (line.status, line.remedy) == ("error", "give a number from 1 to 65535")
 
 
 def test_a_port_that_the_kernel_gives_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
