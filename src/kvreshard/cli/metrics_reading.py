@@ -196,7 +196,9 @@ def parse(text: str) -> dict[Key, float]:
             continue
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
-                float(sample.labels.get("le", ""))  # a bound is a number, or the answer is no text of metrics
+                bound = float(sample.labels.get("le", ""))  # what is no number is a ValueError, too
+                if not (abs(bound) <= MAX_VALUE or bound == math.inf):
+                    raise ValueError("the bound of a bucket is no number to count with")
             labels = tuple(
                 sorted((name, value) for name, value in sample.labels.items() if name not in ("engine", "model_name"))
             )
@@ -217,9 +219,9 @@ def find_quantile(counts: Sequence[tuple[float, float]], share: float) -> float 
         return None
     rank, low, below = share * counts[-1][1], 0.0, 0.0
     for bound, count in counts:
+        if math.isinf(bound):
+            return low
         if count >= rank:
-            if math.isinf(bound):
-                return low
             return low + (bound - low) * (rank - below) / (count - below) if count > below else bound
         low, below = bound, count
     return low

@@ -158,6 +158,8 @@ def saying(body: bytes, status: int = 200) -> Callable[[BaseHTTPRequestHandler],
         (b"\xff\xfe", 200, "no text of metrics"),
         (b'kvreshard_x{a="1", ="2"} 1\n', 200, "no text of metrics"),
         (b'kvreshard_a_bucket{le="wide"} 1\n', 200, "no text of metrics"),
+        (b'kvreshard_a_bucket{le="nan"} 1\n', 200, "no text of metrics"),
+        (b'kvreshard_a_bucket{le="-1e308"} 1\n', 200, "no text of metrics"),
         (b"kvreshard_load_seconds_bucket 1\n", 200, "no text of metrics"),
         (b"<html>not found</html>", 404, "answers 404"),
         (b"", 503, "answers 503"),
@@ -314,3 +316,8 @@ def test_where_nobody_answers_the_exit_code_says_so() -> None:
 
 def test_a_host_name_that_cannot_be_looked_up_is_said() -> None:
     assert read_engine(read_url("a..b:8000")).error == "cannot be reached: its host name is not valid"
+
+
+def test_a_quantile_is_a_number_whatever_bounds_and_counts_there_are() -> None:
+    """A last bound in two forms, of which the first has fewer."""
+    assert find_quantile([(0.5, 1), (math.inf, 2), (math.inf, 9)], 0.99) == 0.5
