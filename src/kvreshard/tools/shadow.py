@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -82,7 +84,8 @@ class ShadowJudge:
         report_file: str | None = None,
     ) -> None:
         self._engine, self._handshake_timeout_s, self._keys = engine, handshake_timeout_s, keys
-        self._allow_mismatch, self._report_file = allow_mismatch, report_file
+        self._allow_mismatch, self._is_unwritten = allow_mismatch, False
+        self._report_file = Path(os.path.expanduser(report_file)) if report_file else None
         self.rank = 0
         self._engine_metadata: EngineMetadata | None = None
         self._dst: EngineLayout | None = None
@@ -191,9 +194,7 @@ class ShadowJudge:
 
     def _note(self, report: ShadowReport) -> None:
         """Write a report to the file, if there is one. Per verdict and peer, log the first report, then the 10th, 100th, ..."""
-        if self._report_file:
-            with open(self._report_file, "ab") as file:
-                file.write(msgspec.json.encode(report) + b"\n")
+        self._write(report)
         self._counts[report.verdict, report.peer] += 1
         count = self._counts[report.verdict, report.peer]
         if str(count).strip("0") == "1":
@@ -205,6 +206,22 @@ class ShadowJudge:
                 *(report.sentence(), times),
                 extra=fields("shadow_verdict", verdict=report.verdict, engine=report.peer, count=count),
             )
+
+    def _write(self, report: ShadowReport) -> None:
+        """A file that cannot be written is told once: each verdict is in the log all the same."""
+        if self._report_file is None:
+            return
+        try:
+            with self._report_file.open("ab") as file:
+                file.write(msgspec.json.encode(report) + b"\n")
+        except OSError as error:
+            if not self._is_unwritten:
+                logger.warning(
+                    "shadow: reports are missing in shadow_report_file %s, which cannot be written: %s",
+                    *(self._report_file, error.strerror),
+                    extra=fields("shadow_report_failed", path=self._report_file),
+                )
+            self._is_unwritten = True
 
 
 def _rank_numbers(src: EngineLayout) -> dict[tuple[int, int], int]:

@@ -259,3 +259,34 @@ def test_the_log_gets_the_first_of_each_verdict_and_then_each_tenfold(
     lines = [record.getMessage() for record in caplog.records if "request r from engine" in record.getMessage()]
     assert len(lines) == 2
     assert lines[1].endswith("10 requests like it by now")
+
+
+def test_a_report_file_that_cannot_be_written_is_told_once_and_costs_no_verdict(
+    pair: tuple[EngineLayout, EngineLayout], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "gone" / "reports"
+    judge = ShadowJudge(pair[1].engine, handshake_timeout_s=5.0, report_file=str(file))
+    with caplog.at_level("INFO"):
+        for _ in range(10):
+            judge.submit(
+                ended(pair, Address("127.0.0.1", 1), load=ShadowLoad(None, "r", 13, 13, why_not="no parameters"))
+            )
+        judge.close()
+    judge._thread.join(60.0)
+    told = [record for record in caplog.records if str(file) in record.getMessage()]
+    assert len(told) == 1
+    assert all(record.exc_info is None for record in caplog.records)
+    verdicts = [record for record in caplog.records if "refused here (no parameters)" in record.getMessage()]
+    assert [record.count for record in verdicts] == [1, 10]  # type: ignore[attr-defined]
+
+
+def test_a_report_file_may_be_named_from_the_home_directory(
+    pair: tuple[EngineLayout, EngineLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the directory of flight records."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    judge = ShadowJudge(pair[1].engine, handshake_timeout_s=5.0, report_file="~/reports")
+    judge.submit(ended(pair, Address("127.0.0.1", 1), load=ShadowLoad(None, "r", 13, 13, why_not="no parameters")))
+    judge.close()
+    judge._thread.join(60.0)
+    assert (tmp_path / "reports").read_text().count("\n") == 1
