@@ -179,9 +179,10 @@ class ProgressReader:
         steps = WORD_BYTES * np.array(slots, dtype=np.int64)
         try:
             for number, rank in enumerate(ranks):
-                src = np.concatenate([metadata[rank].lease_address + steps, metadata[rank].progress_address + steps])
+                tables = filter(None, (metadata[rank].lease_address, metadata[rank].progress_address))
+                src = np.concatenate([address + steps for address in tables])
                 first = self._address + number * each * WORD_BYTES
-                copies = CopyList.of(src, first + WORD_BYTES * np.arange(each), WORD_BYTES, src_rank=rank)
+                copies = CopyList.of(src, first + WORD_BYTES * np.arange(len(src)), WORD_BYTES, src_rank=rank)
                 self._reads.append(self.peer.mover.post(Direction.READ, copies))
         except TransportError as error:
             if not self._reads:
@@ -196,6 +197,8 @@ class ProgressReader:
         num_words = WORDS_PER_LEASE * count * len(ranks)
         words = np.ctypeslib.as_array((ctypes.c_uint64 * num_words).from_address(address))
         table = words.reshape(len(ranks), WORDS_PER_LEASE, count)
+        metadata = self.peer.engine_metadata.rank_by_number
+        table[[not metadata[rank].progress_address for rank in ranks], 1] = 0  # a rank may have no progress words
         places = {slot: place for place, slot in enumerate(self._read_slots)}
         changed: dict[str, Seen] = {}
         for name, (slot, word) in self._watched.items():

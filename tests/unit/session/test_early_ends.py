@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
+import numpy as np
 import pytest
 from tests.faulty_memory import Fault
 from tests.unit.session.prefills import LocalFollower, Prefill, rendezvous
 from tests.unit.session.world import OPTIONS, collect, make_world, meet
 
+from kvreshard.model.changed import replace
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import FREE
 
 
@@ -42,4 +46,45 @@ def test_a_lease_that_ends_after_its_prefill_fails_the_load(knows: str) -> None:
         world.clock.now_s += 0.05
         failed |= collect(world.dst)[1]
     assert failed["d"].kind == "stale lease"
+    world.close()
+
+
+@pytest.mark.parametrize("silent", [[1], [0, 1]])
+def test_a_source_rank_without_progress_words_is_read_at_the_end(
+    silent: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are optional for each rank; the others are read early all the same."""
+    shown = rendezvous()
+    world = make_world(2, 1, OPTIONS, follower=lambda: LocalFollower(shown, []))
+    full = world.src.engine_metadata
+
+    def partly() -> EngineMetadata:
+        made = full()
+        ranks = [replace(one, progress_address=0) if one.rank in silent else one for one in made.ranks]
+        return replace(made, ranks=tuple(ranks))
+
+    monkeypatch.setattr(world.src, "engine_metadata", partly)
+    prefill = Prefill(world, shown, 40, Random(0))
+    prefill.begin()
+    world.src.turn(1)
+    load = prefill.order()
+    num_early, received, failed = 0, set(), {}
+    for turn in range(60):
+        for rank in world.src.endpoints:
+            prefill.go_on(rank)
+        if turn == 40:
+            assert prefill.is_computed
+            prefill.publish()
+        world.turn(1)
+        meet(world)
+        world.fabric.step(4)
+        world.clock.now_s += 0.03
+        results = world.dst.endpoints[0].collect()
+        num_early += sum(moved.num_early_bytes for moved in results.received.values())
+        received |= set(results.received)
+        failed |= results.failed
+    assert (received, failed) == ({"d"}, {})
+    assert (num_early > 0) == (len(silent) < 2)
+    expected = prefill.expected(load)
+    assert all(np.array_equal(world.dst.memory[place], held) for place, held in expected.items())
     world.close()
