@@ -129,8 +129,15 @@ class ProgressBoard:
                 self._table[slot] = FREE
 
     def poll(self) -> None:
-        """Write what has been done meanwhile. For the session's thread."""
-        while self._recorded and self._recorded[0][0]():
+        """Write what has been done meanwhile. For the session's thread. Raises what a broken device raises, of each event once."""
+        while self._recorded:
+            try:
+                has_happened = self._recorded[0][0]()
+            except Exception:
+                self._recorded.popleft()  # never told; whoever asks for ever does nothing else any more
+                raise
+            if not has_happened:
+                return
             _, slots, leases, words = self._recorded.popleft()
             self._write(slots, leases, words)
 

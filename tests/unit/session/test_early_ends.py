@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from random import Random
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from tests.faulty_memory import Fault
 from tests.unit.session.prefills import LocalFollower, Prefill, rendezvous
-from tests.unit.session.world import OPTIONS, collect, make_world, meet
+from tests.unit.session.world import OPTIONS, collect, make_world, meet, order_load
 
 from kvreshard.model.changed import replace
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import FREE
+from kvreshard.session.progress import Computed, ProgressBoard
 
 
 @pytest.mark.parametrize("knows", ["nothing", "the lease", "the end"])
@@ -87,4 +89,30 @@ def test_a_source_rank_without_progress_words_is_read_at_the_end(
     assert (num_early > 0) == (len(silent) < 2)
     expected = prefill.expected(load)
     assert all(np.array_equal(world.dst.memory[place], held) for place, held in expected.items())
+    world.close()
+
+
+def test_an_event_that_a_broken_device_refuses_to_tell_does_not_keep_loads_from_their_end() -> None:
+    """An engine of both roles: its session reads for itself, and tells those who read from it."""
+    world = make_world(1, 1)
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    endpoint = world.dst.endpoints[0]
+    endpoint.board = ProgressBoard(world.dst.tables[0], lambda: broken)
+    endpoint.begin_step([Computed(0, 77, 0, 4)])
+    endpoint.board.end()
+    world.acquire_and_publish()
+    order_load(world)
+    endpoint.start()
+    deadline_s = time.monotonic() + 10.0
+    received: set[str] = set()
+    while not received and time.monotonic() < deadline_s:
+        meet(world)
+        world.src.turn(1)
+        received |= collect(world.dst)[0]
+        time.sleep(0.005)
+    assert received == {"d"}
+    assert not endpoint.board.is_pending
     world.close()
