@@ -87,7 +87,7 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
     _check_prefill_context(model, spec, layers)
     _check_style(model, spec, layers)
     page_bytes = _page_sizes(spec, style)
-    page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
+    page_tokens = _page_tokens(layers, model.reserved, spec.page or model.default_page, page_bytes)
     padded = max((page_bytes(kind, page_tokens) for kind in _attention(layers)), default=0)
     pages = tuple(_layer_page(layer, page_tokens, padded, style, page_bytes) for layer in layers)
     if not order.startswith("B") and any(page.base == "ring" for page in pages):
@@ -183,7 +183,9 @@ def _page_sizes(spec: EngineSpec, style: Style) -> PageBytes:
     return page_bytes
 
 
-def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: PageBytes) -> int:
+def _page_tokens(
+    layers: Sequence[ModelLayer], reserved: Sequence[Kind], page_tokens: int, page_bytes: PageBytes
+) -> int:
     """Tokens of the engine's page: those of its option, or as many as a state needs. Drafts do not count."""
     states = [layer.kind for layer in layers if _base(layer.kind) == "state" and not layer.optional]
     attention = _attention(layers)
@@ -191,7 +193,7 @@ def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: Pag
         return page_tokens
     return hybrid_page_tokens(
         page_tokens,
-        max(page_bytes(kind, 1) for kind in states),
+        max(page_bytes(kind, 1) for kind in [*states, *reserved]),
         max(page_bytes(kind, 1) for kind in attention),
         latent=not any(isinstance(kind, Attention) for kind in attention),
     )

@@ -207,9 +207,9 @@ STATES: Mapping[str, Family] = {
         caches={"state": cache.kda("kda", ("linear_attn_config.num_heads", "linear_num_heads"), ("linear_attn_config.head_dim", "linear_head_dim"),
                                    ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim")),
                 "indexer": cache.fixed("indexer", cache.pooled_keys), "tail": cache.ring("tail", cache.pool_ring), "latent": latent(packs=False, least_rotated=0)})),
-    # `models/qwen4_exp/common/qsa_cache.py`.
+    # `models/qwen4_exp/common/qsa_cache.py`; `get_mamba_specs_from_config` in `nvidia/model.py`.
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), Family(
-        layers=rules.qwen4_exp, predicts=rules.mtp_qwen4_exp, order="BLHNC", kv_heads=2, head_size=256,
+        layers=rules.qwen4_exp, predicts=rules.mtp_qwen4_exp, order="BLHNC", kv_heads=2, head_size=256, reserves="ple",
         caches={"state": cache.gated_delta, "ple": cache.position_conv, "open_keys": cache.ring("open_keys", cache.group_ring),
                 "indexer": cache.fixed("indexer", cache.group_keys)})),
     # `NemotronHConfig`. The inner size is heads x head size, not `expand` x hidden size.

@@ -51,6 +51,7 @@ class Family:
     """One row. Two rows with the same rules are equal, whatever their defaults. Without `layers` only the head size of the type is known.
 
     `numbered_on`: layers that predict continue the numbers of the model's (`layers.61`) instead of their own (`mtp.0`).
+    `reserves`: words of states that vLLM's pages have room for in every model of the type, even where no layer keeps one.
     `one_per_draft`: the engine makes as many layers that predict as it speculates tokens. `reads_per_layer`: its rules read
     `per_layer_config`; other families refuse a file that has it.
     """
@@ -70,6 +71,7 @@ class Family:
     if_null: Mapping[str, Any] = field(default_factory=dict, compare=False)
     page_tokens: int = 16
     order: str = "LBHNC"
+    reserves: str = ""
     numbered_on: bool = False
     one_per_draft: bool = False
     reads_per_layer: bool = False

@@ -76,7 +76,7 @@ class Model:
 
     `dtype`: in which vLLM runs the model, `auto` if the file has none; `cast_from`: the dtype of the file, where vLLM runs another;
     `declared`: the dtype of the caches, where the file declares one. `doubts`: contradictions in the file. `shared_from`: the first decoder layer
-    whose cache later layers without caches read; None where none does.
+    whose cache later layers without caches read; None where none does. `reserved`: states that pages have room for beside those of `layers`.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Model:
     cast_from: str = ""
     doubts: tuple[str, ...] = ()
     shared_from: int | None = None
+    reserved: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

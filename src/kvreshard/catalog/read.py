@@ -101,6 +101,7 @@ def _read(family: Family, config: Config) -> Model:
         family.order,
         heads,
         shared_from=_shared_from(config, words),
+        reserved=tuple(one.kind for one in _caches(family, config, "reserved", 0, family.reserves)),
     )
 
 

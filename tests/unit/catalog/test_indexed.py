@@ -77,6 +77,16 @@ def test_qwen4_exp() -> None:
     assert model.default_order == "BLHNC"
 
 
+@pytest.mark.parametrize(("tp", "page"), [(2, 544), (4, 288), (32, 288)])
+def test_qwen4_exp_has_room_for_a_convolution_that_no_layer_has(tp: int, page: int) -> None:
+    """vLLM 0.32 `models/qwen4_exp/nvidia/model.py`, `get_mamba_specs_from_config`: both states count, whatever the layers are."""
+    plain = changed(QWEN, ple_layer_ids=[])
+    for raw in (QWEN, plain):
+        plan = plan_pages(read_model("m", raw), EngineSpec(tp))
+        assert [group.tokens_per_page for group in plan.groups if "full" in group.name] == [page], raw
+    assert not any("ple" in layer.name for layer in plan.layers)
+
+
 def test_minimax_m3_in_both_forms_of_its_file() -> None:
     model = read_model("m", M3)
     assert [layer.name for layer in model.layers if layer.family == "latent"] == [
