@@ -8,6 +8,7 @@ which rows name in `sets` and as sizes of a state, and changes of the fields bef
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvreshard.catalog.config import PER_LAYER, Config, Source
@@ -91,15 +92,21 @@ usual_heads = heads(Config.num_kv_heads, Config.head_size)
 
 
 def attention(
-    name: str = "attn", window: WindowRule = no_window, heads: HeadRule = usual_heads, family: str = "window"
+    name: str = "attn",
+    window: WindowRule = no_window,
+    heads: HeadRule = usual_heads,
+    family: str = "window",
+    *,
+    ignores_fp8: bool = False,
 ) -> CacheRule:
-    """K and V, of all tokens or of a window, which `family` names."""
+    """K and V, of all tokens or of a window, which `family` names. `ignores_fp8`: the class keeps the engine's cache dtype from its layers."""
 
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         window_tokens = window(config, index)
         number, size, size_v = heads(config, index)
         own = Attention(number, size, config.dtype(), None if size_v == size else size_v, window_tokens)
-        return in_cache_dtypes(f"{layer}.{name}", index, own, "full" if window_tokens is None else family)
+        found = in_cache_dtypes(f"{layer}.{name}", index, own, "full" if window_tokens is None else family)
+        return replace(found, ignores_fp8=ignores_fp8)
 
     return cache
 

@@ -64,7 +64,8 @@ def _read_without_dtype(read: Callable[[Config], Model], config: Config) -> Mode
 
 
 def _in_dtype(config: Config, layer: ModelLayer, dtype: str, *, for_latents: bool) -> ModelLayer:
-    if not layer.kinds or not (for_latents or isinstance(layer.kind, Attention)):
+    is_ignored = for_latents and layer.ignores_fp8  # ModelOpt's becomes the engine's, the other the layer's own
+    if not layer.kinds or is_ignored or not (for_latents or isinstance(layer.kind, Attention)):
         return layer
     if dtype not in CACHE_DTYPES:
         error = config.error(

@@ -50,6 +50,8 @@ COMPUTED_SIZE: Mapping[str, str | None] = {"head_dim": None}
 COMPUTED_HEADS: Mapping[str, str | None] = {**COMPUTED_SIZE, "num_key_value_heads": "num_attention_heads"}
 UNWINDOWED = attention(window=cache.unwindowed)
 ALL_FULL = uniform("full")
+# `falcon.py` makes its attention without the engine's cache options.
+FALCON_CACHES = {"full": attention(ignores_fp8=True)}
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
 DELTA_CACHES = {"full": UNWINDOWED, "state": cache.gated_delta}
 QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers", 1), kv_heads=4, head_size=256)
@@ -138,9 +140,9 @@ ATTENTION: Mapping[str, Family] = {
                        kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     "exaone": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     # KV heads in a way of their own: `falcon.py`, `configs/falcon.py`, `GPTBigCodeConfig`, `chatglm.py`, `DbrxConfig`, `step1.py`, `step3_text.py`.
-    "falcon": Family(layers=ALL_FULL, sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED),
+    "falcon": Family(layers=ALL_FULL, caches=FALCON_CACHES, sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), Family(
-        layers=ALL_FULL, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
+        layers=ALL_FULL, caches=FALCON_CACHES, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
         sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED)),
     "gpt_bigcode": Family(layers=BY_TYPE, names=GPT_NAMES, sets={"num_key_value_heads": cache.bigcode_kv_heads}, head_size=DERIVED),
     "chatglm": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"},

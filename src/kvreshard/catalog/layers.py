@@ -45,6 +45,7 @@ class ModelLayer:
 
     `predicts`: a prediction layer of the model itself (MTP), which exists only if the engine speculates at least `min_drafts` tokens.
     `page_tokens`: tokens of a page, where the model and not the engine sets them.
+    `ignores_fp8`: vLLM's class makes the layer without the engine's cache dtype, so `fp8` changes nothing.
     `undecided`: why the file alone does not give `kind`; the error where the engine has no dtype.
     """
 
@@ -58,12 +59,14 @@ class ModelLayer:
     min_drafts: int = 1
     page_tokens: int | None = None
     undecided: str = ""
+    ignores_fp8: bool = False
 
     def kind_for(self, dtype: str) -> Kind:
         """The kind in a cache of `dtype`; a layer that cannot store it keeps its own. Raises LayoutError if that is undecided."""
-        if dtype not in self.kinds and self.undecided:
+        is_stored = dtype in self.kinds and not (self.ignores_fp8 and dtype.startswith("fp8"))
+        if not is_stored and self.undecided:
             raise LayoutError(self.undecided)
-        return self.kinds.get(dtype, self.kind)
+        return self.kinds[dtype] if is_stored else self.kind
 
     def in_dtype(self, dtype: str) -> ModelLayer:
         """The same with a cache of `dtype` by default, if it can store that."""

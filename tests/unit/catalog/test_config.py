@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from kvreshard.catalog import Model, read_model
+from kvreshard.catalog.engine import engine_layers
+from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, ScaledRows
 from kvreshard.model import LayoutError
 
@@ -401,3 +403,15 @@ def test_an_unknown_type_without_shaping_fields_is_plain_attention() -> None:
 def test_architectures_that_are_no_names_are_no_type(listed: object) -> None:
     with pytest.raises(LayoutError, match="'model_type': is missing"):
         read_model("m", {"architectures": listed, "dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "RefinedWeb"])
+def test_falcon_keeps_its_dtype_in_an_engine_of_fp8_caches(model_type: str) -> None:
+    """vLLM 0.32 `models/falcon.py` makes its attention without the engine's cache options; compressed-tensors sets the layer's own."""
+    raw = changed(PLAIN, model_type=model_type, n_layer=4, n_head=32, multi_query=False, new_decoder_architecture=False)
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float", "strategy": "tensor"}
+    for quantised, dtype in ((None, "bfloat16"), ("modelopt", "bfloat16"), ("compressed-tensors", "fp8_e4m3")):
+        given = {"quantization_config": {"quant_method": quantised, "kv_cache_scheme": scheme}} if quantised else {}
+        model = read_model("m", {**raw, **given})
+        for spec in (EngineSpec(), EngineSpec(dtype="fp8_e4m3")):
+            assert {layer.kind.dtype for layer in engine_layers(model, spec)} == {dtype}, (quantised, spec)
