@@ -45,8 +45,10 @@ def assumed(model: Model, spec: EngineSpec) -> list[str]:
     kinds = [layer.kind for layer in model.layers]
     is_sparse = any(isinstance(kind, ScaledRows) for kind in kinds) and any(isinstance(kind, Latent) for kind in kinds)
     if is_sparse and FP8 in (spec.dtype, model.declared if spec.dtype == NATIVE else None):
+        has_packed = any(PACKED in layer.kinds for layer in model.layers)
+        remedy = f": then give dtype={PACKED}" if has_packed else ", in a form that is not described"
         found.append(
-            f"latents beside sparse indexers are read as {FP8}; where FlashMLA reads them vLLM 0.32 packs them: then give dtype={PACKED}"
+            f"latents beside sparse indexers are read as {FP8}; where FlashMLA reads them vLLM 0.32 packs them{remedy}"
         )
     depends = spec.dtype == NATIVE or any(kind.is_state for kind in kinds)
     if not model.cast_from or not depends:

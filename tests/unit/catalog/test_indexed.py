@@ -12,7 +12,7 @@ import pytest
 from tests.unit.catalog.test_config import LATENT, PLAIN, changed
 
 from kvreshard.catalog import read_model
-from kvreshard.catalog.advice import warnings
+from kvreshard.catalog.advice import assumed, warnings
 from kvreshard.catalog.engine import describe, engine_layers, plan_pages
 from kvreshard.catalog.entries import geometry
 from kvreshard.catalog.spec import EngineSpec, parse_engine
@@ -108,6 +108,13 @@ def test_glm_5_next_in_both_forms_of_its_file() -> None:
     model = read_model("m", GLM)
     assert read_model("m", {**other, "linear_attn_config": inner}).layers == model.layers
     assert model.layers[0].kind == GatedDelta(64, 64, 128, 128, 4, "bfloat16", "float32")
+
+
+def test_a_packed_form_is_advised_only_where_the_engine_can_have_it() -> None:
+    (told,) = assumed(read_model("m", GLM), EngineSpec(dtype="fp8_e4m3"))
+    assert told.endswith("vLLM 0.32 packs them, in a form that is not described")
+    with pytest.raises(LayoutError, match="has no cache of that dtype"):
+        engine_layers(read_model("m", GLM), EngineSpec(dtype="fp8_ds_mla"))
 
 
 def test_inkling_has_as_many_prediction_layers_as_drafts() -> None:
