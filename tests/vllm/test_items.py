@@ -330,6 +330,22 @@ def test_tokens_that_stand_for_a_picture_are_not_computed_without_it_behind_anot
         assert not reason or reason.startswith("token 100 stands for a picture")
 
 
+@pytest.mark.parametrize("engine", ["d", "p"])
+def test_a_picture_that_stands_twice_in_a_prompt_is_needed_twice(engine: str) -> None:
+    """A token in front of both is not here, so that both stand elsewhere; and one of them is here as text only."""
+    tokens = [*TOKENS[:100], *[PLACEHOLDER] * 20, *TOKENS[120:140], *[PLACEHOLDER] * 20, *TOKENS[160:]]
+    params = prefill(
+        groups(full(64)), tokens, [[1, 2, 3, 4, 5]], **items(picture("cat", 100, 20), picture("cat", 140, 20))
+    )
+    first, second = picture("cat", 99, 20), picture("cat", 139, 20)
+    for features, is_refused in ((items(first, second), False), (items(first), True), (items(second), True)):
+        decode = Decode(full(64), engine=engine, own_key=schedulers.KEY, placeholders=frozenset({PLACEHOLDER}))
+        asked = decode.arrive(params, [*tokens[:50], *tokens[51:]], **features)
+        count = decode.side.count_loadable(asked, 0)
+        assert count == (48 if engine == "d" else 0)  # nothing of the engine's own
+        assert bool(decode.side.missing_items.why_refused(asked, 0, count)) == is_refused
+
+
 def test_a_load_that_has_failed_is_refused_and_prefix_hits_may_do() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **items(picture("cat", 20, 64)))
     decode = Decode(full(128))

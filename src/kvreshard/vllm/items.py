@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -121,12 +122,17 @@ def compare(
     same = {item.key for item in theirs} & {item.key for item in mine}
     places = {item.first for item in theirs}
     own = [item for item in mine if item.key not in same]
-    # The same item a few tokens on: the prompts differ before it, and this engine has all that it needs.
-    elsewhere = {item.name for item in own if item.first not in places}
     others = [item for item in theirs if item.key not in same and item.first < end]
-    missing = [item for item in others if item.name not in elsewhere]
+    # The same item a few tokens on: the prompts differ before it, and this engine has all that it needs. Each stands for one.
+    elsewhere = Counter(item.name for item in own if item.first not in places)
+    missing, limits = list[Item](), list[int]()
+    for item in others:
+        if elsewhere[item.name] > 0:
+            elsewhere[item.name] -= 1
+            limits.append(item.first)
+        else:
+            missing.append(item)
     taken = np.array([(item.first, item.end) for item in missing]).reshape(-1, 2)
-    limits = [item.first for item in others if item.name in elsewhere]
     limits += [item.first for item in own if not ((taken[:, 0] < item.end) & (item.first < taken[:, 1])).any()]
     if positions is Positions.PRUNED:
         limits += [item.first for item in theirs]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -95,15 +96,15 @@ class MissingItems:
         first_other = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
         found = compare(theirs.items, with_key(mine.items, key), num_prompt, first_other, self._positions)
         self._note(request, found)
-        if first_other is not None:
-            self._refuse_unseen(request, theirs.items, mine, num_same, key)
+        num_loadable = num_same if found.num_loadable is None else min(num_same, found.num_loadable)
+        self._refuse_unseen(request, theirs.items, mine, num_loadable, key)
         if is_followed and request.request_id in self._needed:
             reason = (
                 "its prefill has other pictures, audio or video than this request, and was found by a transfer_id, which may be anybody's: send "
                 "the same to both engines, or send kv_transfer_params when the prefill has ended"
             )
             self._needed[request.request_id] = _Needed(None, reason)
-        return num_same if found.num_loadable is None else min(num_same, found.num_loadable)
+        return num_loadable
 
     def why_refused(self, request: Request, num_computed: int, num_loadable: int) -> str:
         """Why the request must not go on with these tokens from its prefix hits and its prefill; empty if it may."""
@@ -133,16 +134,17 @@ class MissingItems:
             num_held = num_computed if self.manager is None else int(self.manager.get_computed_blocks(request)[1])
         return max(0, num_held - self._num_replayed)
 
-    def _refuse_unseen(self, request: Request, theirs: Iterable[Item], mine: Prompt, num_same: int, key: bytes) -> None:
-        """Behind `num_same` tokens, all is computed here: a token that stands for an item of the prefill must have one."""
-        here = {item.name for item in with_key(mine.items, key)}
-        if all(item.name in here for item in theirs):
+    def _refuse_unseen(
+        self, request: Request, theirs: Iterable[Item], mine: Prompt, num_loadable: int, key: bytes
+    ) -> None:
+        """Behind `num_loadable` tokens all is computed here: a token that stands for an item of the prefill must have one."""
+        if Counter(item.name for item in theirs) <= Counter(item.name for item in with_key(mine.items, key)):
             return
-        unseen = find_unseen(mine.token_ids, mine.items, self._placeholders, num_same)
+        unseen = find_unseen(mine.token_ids, mine.items, self._placeholders, num_loadable)
         if unseen is not None:
             reason = (
-                f"token {unseen} stands for a picture, audio or video that is not here, and nothing behind token {num_same} is loaded, since "
-                "text or adapter differ from the prefill's: send it to both engines"
+                f"token {unseen} stands for a picture, audio or video that is not here, and nothing behind token {num_loadable} is loaded, since "
+                "the prompts or their adapters differ: send the item to both engines"
             )
             self._needed[request.request_id] = _Needed(None, reason)
 
