@@ -32,8 +32,11 @@ early load has gone on for the patience of the detector, the early load of the y
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 # Other reasons for which vLLM lets a load wait (the output of an encoder is on its way) pass within this time.
 PATIENCE_S = 1.0
@@ -65,11 +68,28 @@ class Admission:
         self._candidate: str | None = None
         self._loads_wait = self._is_looking = False
         self._stuck: tuple[str, float] | None = None
+        # How many tokens of each request have been computed at most.
+        self._reached: dict[str, int] = {}
 
     @property
     def is_looking(self) -> bool:
         """Whether vLLM has looked for requests to start in this step. It does not while it is paused."""
         return self._is_looking
+
+    def is_still(
+        self, num_scheduled: Mapping[str, int], requests: Mapping[str, Request], preempted: Collection[str]
+    ) -> bool:
+        """Whether a step computes nothing new, and the engine is not paused. `requests`: those that have not ended, as they are before it.
+
+        A request that gets no more blocks is preempted and computes the same tokens again, without end where nobody gives blocks back.
+        """
+        self._reached = {name: most for name, most in self._reached.items() if name in requests}
+        goes_on = False
+        for name in num_scheduled.keys() & requests.keys():
+            reached = int(requests[name].num_computed_tokens) + num_scheduled[name]
+            if reached > self._reached.get(name, 0):
+                self._reached[name], goes_on = reached, True
+        return not goes_on and (self._is_looking or bool(num_scheduled) or bool(preempted))
 
     def fail(self, request_id: str) -> None:
         """The load of a request that goes on has failed."""
@@ -138,7 +158,7 @@ class Admission:
 class DeadlockDetector:
     """Finds that this engine may be part of a circle. `patience_s`: seconds.
 
-    An engine stands still when it computes and loads nothing, requests wait for a load, and it holds blocks for other engines. A paused
+    An engine stands still when it computes nothing new and loads nothing, requests wait for a load, and it holds blocks for other engines. A paused
     engine, whose scheduler looks at no request, does not stand still; nor does one that only prefills or only decodes.
     """
 

@@ -123,7 +123,7 @@ class SchedulerSide:
         # A request that vLLM has asked about in this step, and not given blocks to.
         self._unserved: str | None = None
         # Requests that have arrived and not finished.
-        self._alive: set[str] = set()
+        self._alive: dict[str, Request] = {}
         # Of these, those that were ever scheduled: a step without tokens may have others under way beside it.
         self._computing: set[str] = set()
 
@@ -159,7 +159,7 @@ class SchedulerSide:
         # Its own: in an engine without a process of its own, choices of one request share the map (`ParentRequest`).
         params = dict(request.kv_transfer_params or {})
         request.kv_transfer_params = params or request.kv_transfer_params
-        self._alive.add(request.request_id)
+        self._alive[request.request_id] = request
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         self._idle.is_over()
@@ -209,7 +209,7 @@ class SchedulerSide:
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns (whether its blocks stay, parameters for the router)."""
         self._admission.end(request.request_id)
-        self._alive.discard(request.request_id)
+        self._alive.pop(request.request_id, None)
         self._arrived_s.pop(request.request_id, None)
         self._add(self._consumer.abort(request.request_id))
         params, command = self._producer.finish(request, block_ids)
@@ -236,9 +236,9 @@ class SchedulerSide:
         """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`, `preempted`: requests that ended or lost their blocks
         before it.
         """
-        if self._deadlock.step(not num_scheduled and self._admission.is_looking and self._stands_still):
-            self._add(self._consumer.give_up_longest())
         preempted = list(preempted)
+        if self._deadlock.step(self._stands_still and self._admission.is_still(num_scheduled, self._alive, preempted)):
+            self._add(self._consumer.give_up_longest())
         self._lacks_blocks |= bool(preempted) or self._unserved is not None
         if self._stalled.step(self._lacks_blocks and self._consumer.waiting.num_early > 0):
             self._lacks_blocks = False

@@ -1,5 +1,8 @@
 """The order of admission after failed loads, loads that never fit, and engines that wait in a circle."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
@@ -141,3 +144,24 @@ def test_nothing_is_left_free_for_those_that_have_what_they_want(way: str) -> No
     else:
         admission.fail("a")
     assert admission.has_room(0, 10, WANTED)
+
+
+def test_an_engine_that_computes_the_same_tokens_again_stands_still() -> None:
+    """Its request gets no more blocks, is preempted and begins anew: a load that waits elsewhere holds the blocks, and this goes on for ever."""
+    admission, request = Admission(), SimpleNamespace(num_computed_tokens=0)
+    requests: dict[str, Any] = {"r": request}
+    assert not admission.is_still({"r": 64}, requests, ())
+    request.num_computed_tokens = 64
+    assert not admission.is_still({"r": 16}, requests, ())
+    for _ in range(3):
+        request.num_computed_tokens = 0
+        assert admission.is_still({}, requests, ["r"])
+        assert admission.is_still({"r": 64}, requests, ())
+        request.num_computed_tokens = 64
+        assert admission.is_still({"r": 16}, requests, ())
+    request.num_computed_tokens = 80
+    assert not admission.is_still({"r": 1}, requests, ())
+    assert not admission.is_still({}, requests, ())  # paused
+    assert not admission.is_still({}, {}, ())
+    request.num_computed_tokens = 0
+    assert not admission.is_still({"r": 64}, requests, ())  # another one with its id
