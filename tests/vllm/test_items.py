@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 import torch
 from tests.vllm import schedulers
 from tests.vllm.schedulers import TOKENS, Decode, full, groups, picture, prefill
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -360,6 +361,22 @@ def test_a_load_that_has_failed_is_refused_and_prefix_hits_may_do() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (SimpleNamespace(image_token_id=7, video_token_index=8, audio_token_id=None, image_token=9), {7, 8}),
+        (SimpleNamespace(media_placeholder_token_id=163605), {163605}),
+        (SimpleNamespace(im_patch_id=100295), {100295}),
+        (SimpleNamespace(image_patch_id=151938, image_col_id=151939), {151938}),
+        (Qwen3OmniMoeConfig(), {151646, 151655, 151656}),
+        (SimpleNamespace(vocab_size=8), set()),
+    ],
+    ids=["usual", "Kimi", "Ernie", "Molmo", "Qwen Omni", "text only"],
+)
+def test_tokens_that_stand_for_items_are_read_from_the_model(config: Any, expected: set[int]) -> None:
+    assert read_placeholders(SimpleNamespace(model_config=SimpleNamespace(hf_config=config))) == expected
+
+
+@pytest.mark.parametrize(
     ("uses_mrope", "is_pruned", "expected"),
     [(False, True, Positions.PLAIN), (True, False, Positions.GRID), (True, True, Positions.PRUNED)],
 )
@@ -367,7 +384,5 @@ def test_what_positions_depend_on_is_read_from_the_model(
     uses_mrope: bool, is_pruned: bool, expected: Positions
 ) -> None:
     media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: is_pruned)
-    model = SimpleNamespace(uses_mrope=uses_mrope, multimodal_config=media, hf_config=SimpleNamespace(image_token_id=7))
-    config = SimpleNamespace(model_config=model)
-    assert read_positions(config) is expected
-    assert read_placeholders(config) == {7}
+    model = SimpleNamespace(uses_mrope=uses_mrope, multimodal_config=media)
+    assert read_positions(SimpleNamespace(model_config=model)) is expected

@@ -86,10 +86,15 @@ def read_positions(vllm_config: Any) -> Positions:
 
 
 def read_placeholders(vllm_config: Any) -> frozenset[int]:
-    """Token ids that stand for pictures, videos and audio, as far as the model's configuration names them."""
+    """Token ids that stand for pictures, videos and audio, as far as the model's configuration names them: usually, for Kimi, Molmo and Ernie.
+
+    Qwen's omni models have them in a configuration of their own. Others find them in the tokenizer, and are not known here.
+    """
     config = vllm_config.model_config.hf_config
-    names = (f"{kind}_{word}" for kind in ("image", "video", "audio") for word in ("token_id", "token_index"))
-    found = (getattr(config, name, None) for name in names)
+    kinds = [f"{kind}_{word}" for kind in ("image", "video", "audio") for word in ("token_id", "token_index")]
+    names = (*kinds, "media_placeholder_token_id", "image_patch_id", "im_patch_id")
+    places = (config, getattr(config, "thinker_config", None))
+    found = (getattr(place, name, None) for place in places for name in names)
     return frozenset(number for number in found if isinstance(number, int))
 
 
