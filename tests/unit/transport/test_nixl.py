@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kvreshard.transport import nixl
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.posting import Pace
 from kvreshard.transport.regions import RegionTable, encode_metadata
 
@@ -99,6 +100,24 @@ def test_a_library_that_does_not_come_back_keeps_nobody(monkeypatch: pytest.Monk
         ("add", "near"), ("remove", "near"), ("add", "far")
     ]  # fmt: skip
     transport.close()
+
+
+def test_a_list_that_is_not_released_does_not_keep_a_peer_connected() -> None:
+    """Its transfers settle once it is disconnected, and their pages are quarantined until then."""
+    called: list[str] = []
+
+    def release(handle: str) -> None:
+        called.append(handle)
+        if handle == "first":
+            raise RuntimeError("NIXL_ERR_INVALID_PARAM")
+
+    agent = object.__new__(NixlAgent)
+    agent._peers = {"far"}
+    agent._agent = SimpleNamespace(release_dlist_handle=release, remove_remote_agent=called.append)
+    agent._prepared = {"far": {object(): ("first", "second"), object(): ("third", "fourth")}}  # type: ignore[dict-item]
+    agent.remove_peer("far")
+    assert called == ["first", "third", "fourth", "far"]
+    assert not agent._prepared
 
 
 @pytest.mark.nixl
