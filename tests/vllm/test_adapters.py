@@ -129,7 +129,7 @@ def test_an_adapter_that_cannot_be_read_here_is_known_by_its_path(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     known = Adapters()
-    for path in (tmp_path / "elsewhere", "some/repository", "s3://bucket/adapter"):
+    for path in (tmp_path / "elsewhere", "some/repository", "s3://bucket/adapter", "~nobody-of-this-name/adapter"):
         assert known.identify(asked(path)) == Adapters().identify(asked(path, number=3))
     assert known.identify(asked(tmp_path / "one")) != known.identify(asked(tmp_path / "two"))
     caplog.clear()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class Adapters:
         """Name and digest of a request's adapter; empty without one."""
         if lora is None:
             return ""
-        folder = Path(lora.lora_path).expanduser()
+        folder = Path(os.path.expanduser(lora.lora_path))
         stamps = _stamps(folder) if lora.load_inplace else ()
         key = (lora.lora_name, lora.lora_int_id, lora.lora_path, stamps)
         if key not in self._known:
@@ -92,7 +93,7 @@ def _read_settings(lora_config: Any) -> str:
 
 def _find_folder(path: str) -> Path:
     """The folder where vLLM finds it (`lora/utils.py`, `get_adapter_absolute_path`), without network access. Raises OSError."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.exists() or folder.is_absolute():
         return folder
     from huggingface_hub import snapshot_download
