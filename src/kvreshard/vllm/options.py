@@ -37,6 +37,8 @@ OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
 USUAL_LEASE_S = 30.0
 # At least: a reader's threads may pause for tenths of a second. At most: an engine cannot use blocks that nobody reads for so long.
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 86_400.0
+# Python's threads and ZeroMQ's sockets cannot be told to wait for much longer.
+MAX_WAIT_S = 1e6
 _RANGES = (
     ("kv_lease_duration", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
     ("paused_renewal_s", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
@@ -166,6 +168,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def _check_value(name: str, value: object) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be a finite number")
+    if name.endswith("_s") and isinstance(value, float | int) and value > MAX_WAIT_S:
+        raise ValueError(f"{name} is {value}; it must be at most {MAX_WAIT_S:.9g} seconds")
     if value == "":
         raise ValueError(f"{name} is an empty text; leave it out")
 

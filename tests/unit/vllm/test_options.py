@@ -67,6 +67,7 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
             "names 'colour', which is not compared; There are: vllm_version, model",
         ),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
+        ({"call_timeout_s": 1e10}, "call_timeout_s is 10000000000.0; it must be at most 1000000 seconds"),
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
         ({"max_in_flight_bytes": 0}, "max_in_flight_bytes is 0; it must be positive"),
         ({"staging_bytes": -1}, "staging_bytes is -1; it must not be negative"),
