@@ -19,6 +19,7 @@ other way, since the prefill engine reads the last answer first.
 
 Of each role the engine with the fewest requests is asked, of those that answered `/health` last time. Without a prefill engine the decode engine
 computes the prompt. When a client goes away, its requests are ended at the engines too. `GET /health` says 200 while a decode engine is there.
+Engines get the client's `Authorization` header, so all of them want the same `--api-key`.
 
 It needs httpx, starlette and uvicorn, which vLLM brings along.
 """
@@ -120,20 +121,22 @@ class Router:
             engine = self.choose(self.prefill)
             if engine is not None and engine.side_channel and conversation not in self.answers:
                 return await self._ask_both(engine, request, body, conversation)
-            params = await until_gone(request, self._prefill(request.url.path, body, conversation))
+            params = await until_gone(request, self._prefill(request, body, conversation))
             return await self._answer(request, {**body, "kv_transfer_params": params}, conversation)
         except Unanswered as error:
             return refusal(error.status, str(error))
         except Gone:
             return Response(status_code=499)
 
-    async def _prefill(self, path: str, body: dict[str, Any], conversation: str) -> dict[str, Any] | None:
+    async def _prefill(self, request: Request, body: dict[str, Any], conversation: str) -> dict[str, Any] | None:
         """Parameters for the decode engine; None where no prefill engine is there."""
         asked = one_token(body, {**self.answers.pop(conversation, {}), **PREFILL})
         while (engine := self.choose(self.prefill)) is not None:
             try:
                 with engine.busy():
-                    first = await self.client.post(f"{engine.url}{path}", json=asked)
+                    first = await self.client.post(
+                        f"{engine.url}{request.url.path}", json=asked, headers=passed(request)
+                    )
             except httpx.TransportError:
                 engine.is_healthy = False
                 continue
@@ -150,14 +153,14 @@ class Router:
         source = {"do_remote_prefill": True, "transfer_id": transfer, "remote_host": host, "remote_port": int(port)}
         first = one_token(body, {**PREFILL, "transfer_id": transfer})
         async with contextlib.AsyncExitStack() as beside:
-            beside.callback(asyncio.create_task(self._fill(engine, request.url.path, first)).cancel)
+            beside.callback(asyncio.create_task(self._fill(engine, request, first)).cancel)
             return await self._answer(request, {**body, "kv_transfer_params": source}, conversation, beside)
 
-    async def _fill(self, engine: Engine, path: str, body: dict[str, Any]) -> None:
+    async def _fill(self, engine: Engine, request: Request, body: dict[str, Any]) -> None:
         """Let an engine compute a prompt. If it fails, the decode engine computes it."""
         try:
             with engine.busy():
-                answer = await self.client.post(f"{engine.url}{path}", json=body)
+                answer = await self.client.post(f"{engine.url}{request.url.path}", json=body, headers=passed(request))
             if answer.status_code != 200:
                 logger.warning("the prefill engine at %s says: %s", engine.url, answer.text[:2000])
         except httpx.TransportError as error:
@@ -175,7 +178,9 @@ class Router:
         while (engine := self.choose(self.decode)) is not None:
             async with contextlib.AsyncExitStack() as stack:
                 stack.enter_context(engine.busy())
-                asked = self.client.stream("POST", f"{engine.url}{request.url.path}", json=body)
+                asked = self.client.stream(
+                    "POST", f"{engine.url}{request.url.path}", json=body, headers=passed(request)
+                )
                 try:
                     answer = await until_gone(request, stack.enter_async_context(asked))
                     if body.get("stream") and answer.status_code == 200:
@@ -221,7 +226,7 @@ class Router:
         """What the decode engines serve."""
         while (engine := self.choose(self.decode)) is not None:
             try:
-                found = await self.client.get(f"{engine.url}{request.url.path}")
+                found = await self.client.get(f"{engine.url}{request.url.path}", headers=passed(request))
             except httpx.TransportError:
                 engine.is_healthy = False
                 continue
@@ -255,6 +260,11 @@ async def wait_until_gone(request: Request) -> None:
     """Until the client has closed its connection. Its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def passed(request: Request) -> dict[str, str]:
+    """The headers that an engine gets."""
+    return {name: request.headers[name] for name in ("authorization",) if name in request.headers}
 
 
 def one_token(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:

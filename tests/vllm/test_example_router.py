@@ -53,17 +53,23 @@ class FakeEngine:
         self.answer, self.status, self.slow = answer, status, slow
         self.first = 'data: {"choices": [{"text": "a"}]}\n\n'
         self.asked: list[dict[str, Any]] = []
+        self.authorized: list[str | None] = []
         self.num_left = 0
         self.url = ""
         routes = [
             Route("/health", lambda _: PlainTextResponse("")),
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
+            Route("/v1/models", self.models),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
 
+    async def models(self, request: Request) -> Response:
+        self.authorized.append(request.headers.get("authorization"))
+        return JSONResponse({"data": [{"id": "m"}]})
+
     async def complete(self, request: Request) -> Response:
+        self.authorized.append(request.headers.get("authorization"))
         body = await request.json()
         self.asked.append({**body, "path": request.url.path})
         if body.get("stream"):
@@ -229,6 +235,18 @@ def test_what_cannot_be_answered_says_why() -> None:
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
         assert httpx.get(f"{url}/v1/models").status_code == 503
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("headers", [{"Authorization": "Bearer secret"}, {}])
+def test_the_key_of_the_client_opens_the_engines(headers: dict[str, str], is_early: bool) -> None:
+    p, d = prefill(), decode()
+    with routing([p], [d], side_channels=[SIDE_CHANNEL] if is_early else None) as url:
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers).raise_for_status()
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a", "stream": True}, headers=headers).raise_for_status()
+        httpx.get(f"{url}/v1/models", headers=headers).raise_for_status()
+        wait_for(lambda: len(p.authorized) == 2)
+    assert p.authorized + d.authorized == [headers.get("Authorization")] * 5
 
 
 def test_a_url_may_end_with_a_slash() -> None:
