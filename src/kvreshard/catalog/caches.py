@@ -99,7 +99,7 @@ def attention(
     *,
     ignores_fp8: bool = False,
 ) -> CacheRule:
-    """K and V, of all tokens or of a window, which `family` names. `ignores_fp8`: the class keeps the engine's cache dtype from its layers."""
+    """K and V, of all tokens or of a window, which `family` names. `ignores_fp8`: as in `ModelLayer`."""
 
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         window_tokens = window(config, index)

@@ -86,9 +86,10 @@ def read_positions(vllm_config: Any) -> Positions:
 
 
 def read_placeholders(vllm_config: Any) -> frozenset[int]:
-    """Token ids that stand for pictures, videos and audio, as far as the model's configuration names them: usually, for Kimi, Molmo and Ernie.
+    """Token ids that stand for pictures, videos and audio, as far as the model's configuration names them.
 
-    Qwen's omni models have them in a configuration of their own. Others find them in the tokenizer, and are not known here.
+    `names` has the usual ones, then those of Kimi, Molmo and Ernie. Qwen's omni models keep theirs in `thinker_config`. A model that finds them in
+    the tokenizer has none here.
     """
     config = vllm_config.model_config.hf_config
     kinds = [f"{kind}_{word}" for kind in ("image", "video", "audio") for word in ("token_id", "token_index")]
