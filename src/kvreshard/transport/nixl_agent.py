@@ -187,15 +187,14 @@ class NixlAgent:
     def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
         agent = self._agent
         try:
-            local_side, remote_side = slice_.sides()
-            if slice_.pages is None:
-                local_kind, remote_kind = slice_.row_set.kinds
-                local = agent.get_xfer_descs(local_side, _SEGMENTS[local_kind])
-                remote = agent.get_xfer_descs(remote_side, _SEGMENTS[remote_kind])
-                request = agent.initialize_xfer(direction.name, local, remote, peer)
-            else:
+            if slice_.is_indexed:
                 local, remote = self._prepared_lists(peer, slice_.row_set)
-                request = agent.make_prepped_xfer(direction.name, local, local_side, remote, remote_side)
+                request = agent.make_prepped_xfer(direction.name, local, slice_.local, remote, slice_.remote)
+            else:
+                local_kind, remote_kind = slice_.row_set.kinds
+                local = agent.get_xfer_descs(slice_.local, _SEGMENTS[local_kind])
+                remote = agent.get_xfer_descs(slice_.remote, _SEGMENTS[remote_kind])
+                request = agent.initialize_xfer(direction.name, local, remote, peer)
             state = "ERR"
             try:
                 state = agent.transfer(request)

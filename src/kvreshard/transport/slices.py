@@ -6,7 +6,7 @@ threads share it, and a thread that posts answers nobody. So:
 1. `make_rows` looks up where copies lie in the regions of both sides: one `RowSet` per pair of memory kinds, since a NIXL list has one kind.
 2. A `Cursor` hands out the next copies up to a cost as a `Slice`, without a loop over copies. Copies of a list are its rows; those of
    pages go entry by entry.
-3. `Slice.sides` are NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
+3. Both sides of a slice have NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
 4. `SliceBudget` corrects the cost from the time that each post took.
 
 Raises TransportError for copies that are malformed or lie outside the regions.
@@ -40,11 +40,10 @@ MAX_BUDGET_BYTES = 1024 * 1024 * 1024
 
 # NIXL's indices have 32 bits.
 MAX_INDEX = 1 << 31
-# So many copies of a page that has no indices are listed at a time: a few slices.
-LISTED_AT_ONCE = 1 << 16
+# So many copies of pages get their indices, or are listed, at a time: some slices.
+PLACED_AT_ONCE = 1 << 16
 
 KINDS = ("cpu", "cuda")
-NO_INDEX = np.zeros((2, 0, 1), dtype=np.int32)
 
 Rows = NDArray[np.uint64]
 
@@ -54,44 +53,43 @@ class RowSet(msgspec.Struct, frozen=True, eq=False):
 
     `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
     shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote. `costs`: of all rows before each, and of all, shape (n + 1,).
-    `first_index`: NIXL's index of page 0 of each entry, local and remote, shape (2, entries, 1); none for a list.
     """
 
     kinds: tuple[str, str]
     local: Rows
     remote: Rows
     costs: Int64s
-    first_index: NDArray[np.int32]
 
 
-Pages = NDArray[np.int32]
-"""Local and remote page ids, shape (2, n)."""
+Picked = Rows | NDArray[np.int32]
+"""One side of some copies: rows, shape (n, 3), or indices into a page, shape (n,): number of the entry * pages of the pool + page id."""
 
 
 class Slice(msgspec.Struct, frozen=True, eq=False):
-    """Pieces `[first, stop)` of what was placed, for one post. `pages`: None where rows are copied as they are."""
+    """Copies of a row set for one post."""
 
     row_set: RowSet
-    pages: Pages | None
-    first: int
-    stop: int
+    local: Picked
+    remote: Picked
     cost_bytes: int
 
     def __len__(self) -> int:
-        return self.stop - self.first
+        return len(self.local)
 
-    def sides(self) -> tuple[Rows | NDArray[np.int32], Rows | NDArray[np.int32]]:
-        """Local and remote. Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
-        if self.pages is None:
-            return self.row_set.local[self.first : self.stop], self.row_set.remote[self.first : self.stop]
-        num_pages = self.pages.shape[1]
-        low, high = self.first // num_pages, -(-self.stop // num_pages)
-        own = slice(self.first - low * num_pages, self.stop - low * num_pages)
-        if high - low == 1:  # of a long request, most
-            local, remote = self.row_set.first_index[:, low] + self.pages[:, own]
-            return local, remote
-        local, remote = (self.row_set.first_index[:, low:high] + self.pages[:, None, :]).reshape(2, -1)
-        return local[own], remote[own]
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the copies are picked from a page."""
+        return self.local.ndim == 1
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """Copies of a row set for some posts: some rows, each for `num_pages` pages. `costs`: of one page in all rows before each, and in all."""
+
+    row_set: RowSet
+    local: Picked
+    remote: Picked
+    costs: Int64s
+    num_pages: int = 1
 
 
 class Cursor:
@@ -100,30 +98,28 @@ class Cursor:
     Row sets are taken one at a time, so that they may be made as they are posted.
     """
 
-    __slots__ = ("_before", "_left", "_next", "_pages", "_row_set")
+    __slots__ = ("_before", "_left", "_next", "_placed")
 
     def __init__(self, row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
-        self._left: Iterator[RowSet] = iter(row_sets if pages is None or len(pages[0]) else ())
-        self._row_set = next(self._left, None)
-        self._pages = None if pages is None else np.array(pages, dtype=np.int32)
+        self._left = _placed(row_sets, pages)
+        self._placed = next(self._left, None)
         self._next = self._before = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether all copies were handed out or dropped."""
-        return self._row_set is None
+        return self._placed is None
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._left, self._row_set = iter(()), None
+        self._left, self._placed = iter(()), None
 
     def take(self, budget_bytes: int) -> Slice:
         """The next copies whose cost together stays within the budget, at least one. Raises IndexError when exhausted."""
-        row_set, first = self._row_set, self._next
-        if row_set is None:
+        placed, first, before = self._placed, self._next, self._before
+        if placed is None:
             raise IndexError("no copies are left")
-        costs, num_pages = row_set.costs, 1 if self._pages is None else self._pages.shape[1]
-        end, before = (len(costs) - 1) * num_pages, self._before
+        costs, num_pages, end = placed.costs, placed.num_pages, len(placed.local)
         row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
         stop = row * num_pages
         if row < len(costs) - 1:
@@ -131,8 +127,26 @@ class Cursor:
         self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
         self._before = cost = _cost_before(costs, num_pages, stop)
         if stop == end:
-            self._row_set, self._next, self._before = next(self._left, None), 0, 0
-        return Slice(row_set, self._pages, first, stop, cost - before)
+            self._placed, self._next, self._before = next(self._left, None), 0, 0
+        return Slice(placed.row_set, placed.local[first:stop], placed.remote[first:stop], cost - before)
+
+
+def _placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None) -> Iterator[Placed]:
+    """All rows of some lists, or of pages for every pair of page ids, as they are asked for."""
+    if pages is None:
+        for rows in row_sets:
+            yield Placed(rows, rows.local, rows.remote, rows.costs)
+        return
+    local_ids, remote_ids = np.array(pages, dtype=np.int32)
+    num_pages = len(local_ids)
+    rows_each = max(1, PLACED_AT_ONCE // max(1, num_pages))
+    for rows in row_sets if num_pages else ():
+        for low in range(0, len(rows.local), rows_each):
+            costs = rows.costs[low : low + rows_each + 1]
+            entry = np.arange(low, low + len(costs) - 1, dtype=np.int32)[:, None]
+            local = (entry * int(rows.local[0, 4]) + local_ids).reshape(-1)
+            remote = (entry * int(rows.remote[0, 4]) + remote_ids).reshape(-1)
+            yield Placed(rows, local, remote, costs - costs[0], num_pages)
 
 
 def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
@@ -175,11 +189,11 @@ def make_rows(
     is_page = isinstance(copies, Page)
     local_rows, local_kind = _rows(local, starts[here], length, pages[here] if is_page else None)
     remote_rows, remote_kind = _rows(remote, starts[there], length, pages[there] if is_page else None)
-    kinds, counts = 2 * local_kind + remote_kind, (pages[here][1], pages[there][1]) if is_page else None
+    kinds = 2 * local_kind + remote_kind
     if isinstance(kinds, int):
-        return [_row_set(kinds, local_rows, remote_rows, counts)]
+        return [_row_set(kinds, local_rows, remote_rows)]
     chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
-    return [_row_set(kind, local_rows[rows], remote_rows[rows], counts) for kind, rows in chosen]
+    return [_row_set(kind, local_rows[rows], remote_rows[rows]) for kind, rows in chosen]
 
 
 def is_indexed(page: Page) -> bool:
@@ -193,7 +207,7 @@ def listed_rows(
     copies: PagedCopies, direction: Direction, local: RegionTable, remote: RegionTable, side: str
 ) -> Iterator[RowSet]:
     """Copies of a page that cannot be indexed, some at a time: together they may be more than memory holds. The page has been checked."""
-    for listed in copies.in_lists(LISTED_AT_ONCE):
+    for listed in copies.in_lists(PLACED_AT_ONCE):
         yield from make_rows(listed, direction, local, remote, side)
 
 
@@ -252,13 +266,10 @@ def _device(name: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int] | None) -> RowSet:
-    """`counts`: how many pages there are, local and remote; None for a list."""
+def _row_set(kinds: int, local: Rows, remote: Rows) -> RowSet:
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    # Only pages that `is_indexed` says yes to are picked by index; those of others do not fit 32 bits, and nobody looks at them.
-    first_index = np.multiply.outer(counts, np.arange(len(local)))[:, :, None].astype(np.int32) if counts else NO_INDEX
-    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, first_index)
+    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs)
 
 
 class SliceBudget:

@@ -57,7 +57,7 @@ class FakeAgent:
         self.now_s += 0.015
         number = self.num_posted
         self.log.append(("start", peer, number))
-        self.posted_bytes.append((peer, int(slice_.sides()[0][:, 1].sum())))
+        self.posted_bytes.append((peer, int(slice_.local[:, 1].sum())))
         self.num_posted += 1
         return number
 

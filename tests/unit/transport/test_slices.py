@@ -14,6 +14,7 @@ from kvreshard.transport.slices import (
     FIRST_BUDGET_BYTES,
     MAX_BUDGET_BYTES,
     MIN_BUDGET_BYTES,
+    PLACED_AT_ONCE,
     SPLIT_COPIES,
     Cursor,
     Slice,
@@ -48,7 +49,7 @@ def many(count: int = 1000) -> CopyList:
 
 
 def rows(slices: list[Slice], is_local: bool) -> NDArray[np.uint64]:
-    return np.concatenate([piece.sides()[not is_local] for piece in slices])
+    return np.concatenate([(piece.local if is_local else piece.remote) for piece in slices])
 
 
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
@@ -79,10 +80,8 @@ def test_a_large_piece_is_cut() -> None:
     (piece,) = row_set(CopyList.of([2**50 + 1, 2**50 + 2**40], [7, 2**30], [size, 9]))
     steps = [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES, 3 * MAX_COPY_BYTES]
     sizes = [MAX_COPY_BYTES] * 3 + [5, 9]
-    assert piece.sides()[0].tolist() == [
-        [at, n, 0] for at, n in zip([*(7 + s for s in steps), 2**30], sizes, strict=True)
-    ]
-    assert piece.sides()[1][:, 0].tolist() == [*(2**50 + 1 + s for s in steps), 2**50 + 2**40]
+    assert piece.local.tolist() == [[at, n, 0] for at, n in zip([*(7 + s for s in steps), 2**30], sizes, strict=True)]
+    assert piece.remote[:, 0].tolist() == [*(2**50 + 1 + s for s in steps), 2**50 + 2**40]
 
 
 def test_a_piece_across_regions_is_refused_also_where_it_is_cut_at_their_border() -> None:
@@ -96,10 +95,10 @@ def test_memory_kinds_are_not_mixed() -> None:
     slices = row_set(copies, 2**40)
     found = {piece.row_set.kinds: piece for piece in slices}
     assert len(slices) == len(found) == 4
-    assert found["cuda", "cuda"].sides()[0].tolist() == [[2**41 + 9, 4, 3]]
-    assert found["cuda", "cuda"].sides()[1].tolist() == [[2**52 + 5, 4, 1]]
-    assert found["cpu", "cuda"].sides()[1].tolist() == [[2**52, 3, 1]]
-    assert found["cuda", "cpu"].sides()[1].tolist() == [[2**50 + 5, 2, 0]]
+    assert found["cuda", "cuda"].local.tolist() == [[2**41 + 9, 4, 3]]
+    assert found["cuda", "cuda"].remote.tolist() == [[2**52 + 5, 4, 1]]
+    assert found["cpu", "cuda"].remote.tolist() == [[2**52, 3, 1]]
+    assert found["cuda", "cpu"].remote.tolist() == [[2**50 + 5, 2, 0]]
 
 
 def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
@@ -152,15 +151,20 @@ def paged(one: Page, src: NDArray[np.int64], dst: NDArray[np.int64]) -> Cursor:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("budget_copies", [None, 0, 1, 3, 20, 21, 45, 55, 10_000])
-def test_slices_of_pages_have_every_entry_of_every_pair_once(budget_copies: int | None, seed: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 45, PLACED_AT_ONCE])
+def test_slices_of_pages_have_every_entry_of_every_pair_once(
+    at_once: int, budget_copies: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvreshard.transport.slices.PLACED_AT_ONCE", at_once)
     rng, one = np.random.default_rng(seed), page()
     dst, src = rng.permutation(50)[:20], rng.permutation(60)[:20]
     cursor, local, remote = paged(one, src, dst), list[int](), list[int]()
     while not cursor.exhausted:
         budget = int(rng.choice([1, 7, 21, 45, 62])) if budget_copies is None else budget_copies
         piece = cursor.take(budget * (4096 + 32 + DESCRIPTOR_COST_BYTES))
-        local += piece.sides()[0].tolist()
-        remote += piece.sides()[1].tolist()
+        local += piece.local.tolist()
+        remote += piece.remote.tolist()
+        assert len(piece) == 1 or piece.cost_bytes <= budget * (4096 + 32 + DESCRIPTOR_COST_BYTES)
     assert local == [entry * 50 + here for entry in range(5) for here in dst.tolist()]
     assert remote == [entry * 60 + there for entry in range(5) for there in src.tolist()]
 
