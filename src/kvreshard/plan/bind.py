@@ -18,7 +18,18 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.budget import RequestBudget
-from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
+from kvreshard.plan.copies import (
+    MIN_JOINED_BYTES,
+    Copies,
+    CopyList,
+    Int64s,
+    Page,
+    PagedCopies,
+    coalesce,
+    continues,
+    joined,
+    joined_lists,
+)
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 
@@ -27,9 +38,9 @@ MIN_PAGED_COPIES = 256
 # Listing a joined copy costs about three times a copy of a prepared page; NIXL joins neighbouring pages by itself.
 MAX_JOINED = 0.67
 # A transport's threads share a post of many copies: 84 MB in 80 take 11.5 ms, in 320 of them 7. So neighbours are joined up to
-# the 256th part of what is read; 128 KiB are read in some ten times what a copy costs (docs/design/0020).
+# the 256th part of what is read, and `MIN_JOINED_BYTES` in any case (docs/design/0020).
 SHARED_COPIES = 256
-MIN_JOINED_BYTES, MAX_JOINED_BYTES = 128 << 10, 1 << 20
+MAX_JOINED_BYTES = 1 << 20
 SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few copies for any share below it
 
 

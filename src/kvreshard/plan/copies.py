@@ -21,6 +21,8 @@ Int64s = NDArray[np.int64]
 
 # Longer copies are cut: one of them must not be a post of 20 ms by itself. 16 MiB is 2 to 4 ms at a core's 4 to 8 GB/s.
 MAX_COPY_BYTES = 16 << 20
+# Neighbours are joined up to here whatever else is read: 128 KiB are read in some ten times what a copy costs (docs/design/0020).
+MIN_JOINED_BYTES = 128 << 10
 
 
 class CopyList(msgspec.Struct, frozen=True, eq=False):
@@ -172,13 +174,18 @@ def coalesce(
     """
     if len(src) < 2:
         return src, dst, length
-    begins = np.ones(len(src), dtype=bool)
-    begins[1:] = ~(continues(src, dst, length) if joins is None else joins)
+    first = first_joined(length, continues(src, dst, length) if joins is None else joins, max_bytes)
+    return src[first], dst[first], np.add.reduceat(length, first)
+
+
+def first_joined(length: Int64s, joins: NDArray[np.bool_], max_bytes: int) -> NDArray[np.intp]:
+    """Which copies begin a joined one, as in `coalesce`. `joins`: which but the first continue the one before, shape (n - 1,)."""
+    begins = np.ones(len(length), dtype=bool)
+    begins[1:] = ~joins
     before = np.add.accumulate(length) - length
     share = (before - np.maximum.accumulate(before * begins)) // max_bytes
     begins[1:] |= share[1:] != share[:-1]
-    first = np.flatnonzero(begins)
-    return src[first], dst[first], np.add.reduceat(length, first)
+    return np.flatnonzero(begins)
 
 
 def cut_long(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:

@@ -24,11 +24,23 @@ from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.budget import RequestBudget
-from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, PagedCopies, cut_long
+from kvreshard.plan.copies import (
+    MAX_COPY_BYTES,
+    MIN_JOINED_BYTES,
+    Int64s,
+    Page,
+    PagedCopies,
+    continues,
+    cut_long,
+    first_joined,
+)
 from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.transfer import Overlap, RankTransfer, Span
+
+# A page whose entries have more lengths than that is one page for all of them.
+MAX_LENGTHS = 8
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -186,25 +198,43 @@ class GroupPair:
                 (transfer.src_page_stride_bytes, transfer.dst_page_stride_bytes),
             )
             for src_step, dst_step, runs in transfer.pattern(page_range.overlap).by_page():
-                together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
-        for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
-            budget.spend(1, sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
-            page = self._page(found, src_stride, dst_stride, page_range.recurs)
-            columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
-            content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, page.recurs, *columns
-            yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
-
-    def _page(self, found: Sequence[Pattern], src_stride: int, dst_stride: int, recurs: bool) -> Page:
-        """One entry per field and run."""
-        src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
-        dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
-        length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])
-        region = np.concatenate([np.repeat(runs.bases.region, len(runs.lengths)) for runs in found])
-        if int(length.max()) > MAX_COPY_BYTES:
-            src, dst, length, row = cut_long(src, dst, length, max_bytes=MAX_COPY_BYTES)
-            region = region[row]
+                together.setdefault((*ranks, src_step, dst_step, *strides), []).append(runs)
         counts = self.src.group.num_pages, self.dst.group.num_pages
-        return Page(src, dst, length, region, src_stride, dst_stride, *counts, recurs)
+        for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride), found in together.items():
+            budget.spend(1, sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
+            for src, dst, length, region in _by_length(*_entries(found)):
+                page = Page(src, dst, length, region, src_stride, dst_stride, *counts, page_range.recurs)
+                columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
+                content = src_rank, src_stride, dst_stride, *counts, page.recurs, *columns
+                yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
+
+
+Entries = tuple[Int64s, Int64s, Int64s, Int64s]
+"""Of a page, at both sides in page 0, and the lengths and regions; shape (n,) each."""
+
+
+def _entries(found: Sequence[Pattern]) -> Entries:
+    """The runs of all fields in the source's order. Those that continue one another on both sides are one, as long as other ranks' are."""
+    src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
+    dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
+    length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])
+    region = np.concatenate([np.repeat(runs.bases.region, len(runs.lengths)) for runs in found])
+    order = np.lexsort((src, region))
+    src, dst, length, region = src[order], dst[order], length[order], region[order]
+    first = first_joined(length, continues(src, dst, length) & (region[1:] == region[:-1]), MIN_JOINED_BYTES)
+    src, dst, length, region = src[first], dst[first], np.add.reduceat(length, first), region[first]
+    if int(length.max()) > MAX_COPY_BYTES:
+        src, dst, length, row = cut_long(src, dst, length, max_bytes=MAX_COPY_BYTES)
+        region = region[row]
+    return src, dst, length, region
+
+
+def _by_length(src: Int64s, dst: Int64s, length: Int64s, region: Int64s) -> Iterator[Entries]:
+    """The entries of each length, since only a page of equal ones may continue another; all where there are many lengths."""
+    lengths = np.unique(length)
+    for one in lengths if len(lengths) <= MAX_LENGTHS else [length]:
+        chosen = length == one
+        yield src[chosen], dst[chosen], length[chosen], region[chosen]
 
 
 def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:

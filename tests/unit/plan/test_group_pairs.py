@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,9 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable
 from kvreshard.plan import RankTransfer, compile_route, plan_reads
-from kvreshard.plan.copies import MAX_COPY_BYTES, Page, PagedCopies
-from kvreshard.plan.pairs import GroupPair, PageRange, cut, make_pairs
+from kvreshard.plan.copies import MAX_COPY_BYTES, MIN_JOINED_BYTES, Page, PagedCopies
+from kvreshard.plan.pairs import MAX_LENGTHS, GroupPair, PageRange, _by_length, _entries, cut, make_pairs
+from kvreshard.plan.pattern import Bases, Pattern
 from kvreshard.plan.transfer import Span
 
 SIZES = st.integers(1, 40)
@@ -135,13 +138,61 @@ def test_what_is_longer_than_a_copy_may_be_is_cut() -> None:
     kind = Latent(1 << 20, "bfloat16")  # 2 MiB per token
     src, dst = (engine(name, kind=kind, page=20, num_pages=3) for name in ("prefill", "decode"))
     (pair,) = compile_route(src, dst, 0).pairs
-    (page,) = (
-        one.page
-        for page_range in pair.page_ranges(request(src, dst, 20))
+    (page_range,) = pair.page_ranges(request(src, dst, 20))
+    found = [
+        entry
         for one in pair.pages(page_range, pair.transfers)
-    )
-    assert page.length.tolist() == [MAX_COPY_BYTES, MAX_COPY_BYTES, (40 << 20) - 2 * MAX_COPY_BYTES]
-    assert (page.src_start - page.src_start[0]).tolist() == [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES]
+        for entry in zip(one.page.src_start.tolist(), one.page.length.tolist(), strict=True)
+    ]
+    first, second, third = sorted(found)
+    assert [first[1], second[1], third[1]] == [MAX_COPY_BYTES, MAX_COPY_BYTES, (40 << 20) - 2 * MAX_COPY_BYTES]
+    assert (second[0] - first[0], third[0] - second[0]) == (MAX_COPY_BYTES, MAX_COPY_BYTES)
+
+
+def runs(src: list[int], dst: list[int], lengths: list[int], region: int = 0) -> Pattern:
+    """One field whose page has these runs."""
+    zero = np.zeros(len(lengths), dtype=np.int64)
+    bases = Bases(np.array([1000]), np.array([5000]), np.array([region]))
+    return Pattern(bases, (), np.array(src), np.array(dst), np.array(lengths), zero, zero)
+
+
+def entries_of(*found: Pattern) -> list[tuple[int, ...]]:
+    return [tuple(entry) for entry in np.stack(_entries(found), axis=1).tolist()]
+
+
+def test_fields_that_lie_side_by_side_on_both_sides_are_one_entry() -> None:
+    """The parts of a state: they are as long as they are, and no request tells them apart."""
+    x, bc, ssm = runs([0], [0], [6]), runs([6], [6], [3]), runs([9], [9], [50])
+    assert entries_of(ssm, x, bc) == [(1000, 5000, 59, 0)]
+    assert entries_of(x, runs([6], [7], [3]), ssm) == [(1000, 5000, 6, 0), (1006, 5007, 3, 0), (1009, 5009, 50, 0)]
+    assert entries_of(x, runs([6], [6], [3], region=1)) == [(1000, 5000, 6, 0), (1006, 5006, 3, 1)]
+    long = MIN_JOINED_BYTES - 1
+    lengths = [long, 2, 3, 4]
+    starts = np.cumsum(lengths) - lengths
+    parts = [runs([at], [at], [length]) for at, length in zip(starts.tolist(), lengths, strict=True)]
+    assert [entry[2] for entry in entries_of(*parts)] == [long + 2, 7]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=30), st.data())
+def test_the_entries_of_a_page_have_every_byte_of_its_runs_once(gaps: list[tuple[int, int, int]], data: Any) -> None:
+    listed, src, dst = [], 0, 0
+    for src_gap, dst_gap, length in gaps:
+        listed.append((src + src_gap, dst + dst_gap, length))
+        src, dst = src + src_gap + length, dst + dst_gap + length
+    fields = [runs([src], [dst], [length]) for src, dst, length in data.draw(st.permutations(listed))]
+    wanted = sorted((1000 + src + n, 5000 + dst + n) for src, dst, length in listed for n in range(length))
+    found = entries_of(*fields)
+    assert sorted((src + n, dst + n) for src, dst, length, _ in found for n in range(length)) == wanted
+    parts = [
+        entry for part in _by_length(*_entries(fields)) for entry in zip(*(one.tolist() for one in part), strict=True)
+    ]
+    assert sorted(parts) == sorted(found)
+
+
+def test_a_page_of_many_lengths_is_one_page() -> None:
+    for count, num_pages in ((MAX_LENGTHS, MAX_LENGTHS), (MAX_LENGTHS + 1, 1)):
+        apart = [runs([100 * length], [200 * length], [length]) for length in range(1, count + 1)]
+        assert len(list(_by_length(*_entries(apart)))) == num_pages
 
 
 def test_the_end_of_a_request_is_listed_and_whole_pages_are_pages() -> None:
