@@ -282,15 +282,15 @@ def cut(start: int, stop: int, src_size: int, dst_size: int) -> Iterator[tuple[O
     32 1 True Overlap(src_start=0, dst_start=0, length=16)
     64 1 False Overlap(src_start=0, dst_start=0, length=6)
     """
-    low = min(-(-start // size) * size for size in (src_size, dst_size))
-    high = max(stop // size * size for size in (src_size, dst_size))
+    low = min(-(-start // src_size) * src_size, -(-start // dst_size) * dst_size)
+    high = max(stop // src_size * src_size, stop // dst_size * dst_size)
     if low > high:
         low, high = stop, stop
     if low > start:
         yield Overlap(start % src_size, start % dst_size, low - start), start, 1, False
     step, first = math.lcm(src_size, dst_size), low
     while first < min(high, low + step):
-        last = min((first // size + 1) * size for size in (src_size, dst_size))
+        last = min((first // src_size + 1) * src_size, (first // dst_size + 1) * dst_size)
         yield Overlap(first % src_size, first % dst_size, last - first), first, (high - last) // step + 1, True
         first = last
     if stop > high:

@@ -10,6 +10,7 @@ lie in one registration), metadata that is malformed, too large or of a later ve
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -67,8 +68,9 @@ class RegionTable:
         """`locate` without saying where: a look at the lowest and the highest byte is enough where one region has both."""
         if not address.size:
             return
-        region = int(self._start.searchsorted(address.min(), side="right")) - 1
-        if region < 0 or int(address.max()) + int(length_bytes.max()) - 1 > int(self._last[region]):
+        last = int(np.maximum.reduce(address)) + int(np.maximum.reduce(length_bytes)) - 1
+        region = bisect_right(self._start, np.minimum.reduce(address)) - 1
+        if region < 0 or last > int(self._last[region]):
             self.locate(side, address, length_bytes)
 
     def locate(self, side: str, address: Int64s, length_bytes: Int64s) -> NDArray[np.intp]:

@@ -234,7 +234,10 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[i
         if stride < 0 or count < 1 or stride * (count - 1) >= ADDRESS_SPACE_BYTES // 2:
             raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
     most = ADDRESS_SPACE_BYTES // 2
-    if len(length) and (int(length.min()) <= 0 or int(length.max()) >= most or min(int(src.min()), int(dst.min())) < 0):
+    if not len(length):
+        return
+    least_src, least_dst, least = [int(np.minimum.reduce(column)) for column in (src, dst, length)]
+    if least <= 0 or min(least_src, least_dst) < 0 or int(np.maximum.reduce(length)) >= most:
         wrong = (length <= 0) | (length >= most) | (src < 0) | (dst < 0)
         row = int(np.flatnonzero(wrong)[0])
         raise TransportError(
