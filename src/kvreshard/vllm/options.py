@@ -39,6 +39,8 @@ USUAL_LEASE_S = 30.0
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 86_400.0
 # Python's threads and ZeroMQ's sockets cannot be told to wait for much longer.
 MAX_WAIT_S = 1e6
+# Above every size, and small enough that all arithmetic with it works.
+MAX_NUMBER = 1 << 48
 _RANGES = (
     ("kv_lease_duration", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
     ("paused_renewal_s", MIN_LEASE_S, MAX_LEASE_S, " seconds"),
@@ -47,6 +49,7 @@ _RANGES = (
     ("digest_share", 0.0, 1.0, ", a share of all requests"),
     ("side_channel_port", 0, 65_535, ", where 0 is any free port"),
     ("lease_slots", 1, 1 << 24, ", of 16 bytes each"),
+    ("num_threads", 0, 256, " threads"),
 )
 
 _POSITIVE = (
@@ -106,8 +109,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("staging_bytes", "retry_s", "num_threads", "kv_recompute_threshold"):
-            if (getattr(self, name) or 0) < 0:
+        for name in ("staging_bytes", "retry_s", "kv_recompute_threshold"):
+            if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
@@ -168,6 +171,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def _check_value(name: str, value: object) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise ValueError(f"{name} is a number of {value.bit_length()} bits; it must be at most {MAX_NUMBER}")
     if name.endswith("_s") and isinstance(value, float | int) and value > MAX_WAIT_S:
         raise ValueError(f"{name} is {value}; it must be at most {MAX_WAIT_S:.9g} seconds")
     if value == "":
