@@ -30,6 +30,6 @@ def test_a_buffer_lies_where_the_caches_do(devices: set[str], options: dict[str,
 
 
 def test_a_buffer_for_which_there_is_no_memory_is_refused() -> None:
-    worker = WorkerSide(None, None, "engine", read_options({"staging_bytes": 1 << 60}))
-    with pytest.raises(KvReshardError, match="staging_bytes is 1152921504606846976, and cpu has not so much memory"):
+    worker = WorkerSide(None, None, "engine", read_options({"staging_bytes": 1 << 48}))
+    with pytest.raises(KvReshardError, match="staging_bytes is 281474976710656, and cpu has not so much memory"):
         worker._make_buffer({"cpu"})
