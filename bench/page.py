@@ -37,9 +37,12 @@ def main() -> None:
 
 def describe(machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    speed = ""
+    if "million_additions_ms" in machine:
+        speed = f" A million additions in Python take {machine['million_additions_ms']} ms there: by this, absolute times compare between machines."
     return (
         f"Commit {machine['commit'] or 'unknown'}, on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
-        f"{versions}. Load when the run began: {machine['load_at_start']} (on a busy machine believe the ratios, not the times).\n\n"
+        f"{versions}. Load when the run began: {machine['load_at_start']} (on a busy machine believe the ratios, not the times).{speed}\n\n"
     )
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -87,7 +88,18 @@ def machine() -> dict[str, Any]:
     return {
         "commit": commit.stdout.strip(), "cores": os.cpu_count(), "processor": model, "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
         "python": platform.python_version(), "versions": versions, "load_at_start": round(os.getloadavg()[0], 1),
+        "million_additions_ms": round(_million_additions_ms(), 1),
     }  # fmt: skip
+
+
+def _million_additions_ms() -> float:
+    """How fast the processor runs Python, by which absolute times of two machines compare."""
+    found = []
+    for _ in range(9):
+        began_s = time.process_time()
+        sum(range(1_000_000))
+        found.append(time.process_time() - began_s)
+    return 1e3 * sorted(found)[4]
 
 
 def save(results: Sequence[Result], about: dict[str, Any], path: Path) -> None:

@@ -18,8 +18,9 @@ Both requests have the same `transfer_id`. If the prefill engine fails, the deco
 other way, since the prefill engine reads the last answer first.
 
 Of each role the engine with the fewest requests is asked, of those that answered `/health` last time. Without a prefill engine the decode engine
-computes the prompt. When a client goes away, its requests are ended at the engines too. `GET /health` says 200 while a decode engine is there.
-Engines get the client's `Authorization` header, so all of them want the same `--api-key`.
+computes the prompt, and so it does with several prompts in one request, since parameters name the cache of one. When a client goes away, its
+requests are ended at the engines too. `GET /health` says 200 while a decode engine is there. Engines get the client's `Authorization` header,
+so all of them want the same `--api-key`.
 
 It needs httpx, starlette and uvicorn, which vLLM brings along.
 """
@@ -118,6 +119,8 @@ class Router:
             return refusal(400, "the body is no JSON object")
         conversation = str(body.pop("conversation_id", None) or "")
         try:
+            if has_several_prompts(body):
+                return await self._answer(request, body, "")
             engine = self.choose(self.prefill)
             if engine is not None and engine.side_channel and conversation not in self.answers:
                 return await self._ask_both(engine, request, body, conversation)
@@ -265,6 +268,12 @@ async def wait_until_gone(request: Request) -> None:
 def passed(request: Request) -> dict[str, str]:
     """The headers that an engine gets."""
     return {name: request.headers[name] for name in ("authorization",) if name in request.headers}
+
+
+def has_several_prompts(body: dict[str, Any]) -> bool:
+    """Whether a completion has a list of texts or of lists of tokens, other than one of them."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt)
 
 
 def one_token(body: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:

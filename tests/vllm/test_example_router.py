@@ -249,6 +249,22 @@ def test_the_key_of_the_client_opens_the_engines(headers: dict[str, str], is_ear
     assert p.authorized + d.authorized == [headers.get("Authorization")] * 5
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "is_several"),
+    [(["a", "b"], True), ([[1, 2], [3]], True), (["a"], False), ([[1, 2]], False), ([1, 2], False), ("a", False)],
+)
+def test_several_prompts_are_computed_where_they_are_answered(prompt: Any, is_several: bool, is_early: bool) -> None:
+    """One `transfer_id`, or one answer's parameters, would name the cache of one of them for all."""
+    p, d = prefill(), decode()
+    with routing([p], [d], side_channels=[SIDE_CHANNEL] if is_early else None) as url:
+        httpx.post(f"{url}/v1/completions", json={"prompt": prompt}).raise_for_status()
+        wait_for(lambda: len(p.asked) == (not is_several))
+    assert len(d.asked) == 1
+    assert d.asked[0]["prompt"] == prompt
+    assert ("kv_transfer_params" in d.asked[0]) == (not is_several)
+
+
 def test_a_url_may_end_with_a_slash() -> None:
     first, second = prefill(), decode()
     with ExitStack() as stack:
