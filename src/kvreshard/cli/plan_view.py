@@ -56,8 +56,8 @@ def show_plan(
     """Everything, totals first. `note`: what else there is to say of the request."""
     show_line(console, pair.title, "bold")
     show_line(console, moved_text(explanation))
-    for note in pair.notes:
-        show_line(console, f"note: {note}")
+    for told in pair.notes:
+        show_line(console, f"note: {told}")
     show_line(console, "")
     if priced is not None:
         _show_totals(

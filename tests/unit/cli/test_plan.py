@@ -120,6 +120,11 @@ def test_an_order_in_which_pages_are_one_copy_is_told_with_what_it_would_cost(ru
     assert "VLLM_KV_CACHE_LAYOUT" not in there
 
 
+def test_what_is_noted_of_the_engines_is_told_once(run) -> None:
+    lines = _plan(run, "nemotron-3-nano-30b-a3b", "tp=4", "tp=2", "--tokens", "4096").splitlines()
+    assert [line.partition(":")[0] for line in lines if "pages hold" in line] == ["note", "note"]
+
+
 @pytest.mark.parametrize(
     ("model", "prefill", "options"),
     [
