@@ -48,15 +48,14 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     """Pages from one source rank whose entries lie alike.
 
     Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joins`: which but the first
-    continue the one before on both sides; then all entries do. Where the entries of a page differ in length, nothing is joined.
-    `order`: of the pairs as they were found, None where that is the source's.
+    continue the one before on both sides; then all entries do. `order`: of the pairs as they were found, None where that is the source's.
     """
 
     found: Sequence[PagedCopies]
     src: Int64s
     dst: Int64s
     length: Int64s
-    joins: NDArray[np.bool_] | None
+    joins: NDArray[np.bool_]
     order: NDArray[np.intp] | None = None
 
     @property
@@ -66,7 +65,7 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     @property
     def joined(self) -> int:
         """How many copies of an entry continue the one before."""
-        return 0 if self.joins is None else int(np.count_nonzero(self.joins))
+        return int(np.count_nonzero(self.joins))
 
     @property
     def num_copies(self) -> int:
@@ -94,8 +93,6 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     def listed(self, max_bytes: int | None = None) -> CopyList:
         """Every copy, neighbours joined. `max_bytes`: as in `coalesce`; None: so that a transport's threads have enough to share."""
         first = self.found[0]
-        if not first.page.run_bytes:
-            return joined_lists([paged.flat() for paged in self.found])
         src, dst, length = self.src, self.dst, self.length
         if self.joined:
             most = max_joined_bytes(self.num_entries * int(length.sum())) if max_bytes is None else max_bytes
@@ -140,7 +137,7 @@ def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:
     """The same pages, together where their entries lie alike."""
     together: defaultdict[object, list[PagedCopies]] = defaultdict(list)
     for one in bound:
-        together[one.src_rank, one.page.shape or one.page].append(one)
+        together[one.src_rank, one.page.shape].append(one)
     return [_aligned(found) for found in together.values()]
 
 
@@ -154,8 +151,6 @@ def _aligned(found: Sequence[PagedCopies]) -> AlignedPages:
     dst = joined([one.dst_page for one in found]) * dst_stride
     dst += dst_start
     order = _source_order(src)
-    if not found[0].page.run_bytes:
-        return AlignedPages(found, src, dst, length, None, order)
     if order is not None:
         src, dst, length = src[order], dst[order], length[order]
     return AlignedPages(found, src, dst, length, continues(src, dst, length), order)

@@ -21,6 +21,8 @@ MAX_ENTRIES = 1 << 22
 # Finding where two pages overlap takes some 0.2 ms, as much as this many pieces. At 128k tokens, pages of 1,056 tokens on 8 x 8 ranks that
 # take turns of one token overlap pages of 1,072 in 8,832 ways, with a million pieces.
 OVERLAP_ENTRIES = 1 << 8
+# What the pieces of one page that are equally long cost together, 10 us, as many of these.
+PAGE_ENTRIES = 1 << 4
 # Finding out whether one rank of many that share the sequence has anything of a page takes 35 us.
 LOOK_ENTRIES = 40
 # They take 0.4 GB. 128k tokens of 80 layers, from any memory order into any other, are 1.3 million at most.

@@ -2,7 +2,7 @@
 
     CopyList:    for every i: src_address[i] -> dst_address[i], length[i] bytes
     PagedCopies: for every entry e of `page` and every pair i of page ids:
-                 src_start[e] + src_page[i] * src_stride -> dst_start[e] + dst_page[i] * dst_stride, length[e] bytes
+                 src_start[e] + src_page[i] * src_stride -> dst_start[e] + dst_page[i] * dst_stride, run_bytes bytes
 
 `PagedCopies` makes scattered pages cheap: a transport prepares a `Page` once and then names its copies by index. A transport knows
 nothing else of a plan. `coalesce` joins neighbours, `cut_long` cuts what is too long for one copy.
@@ -60,53 +60,48 @@ class CopyList(msgspec.Struct, frozen=True, eq=False):
 class Page:
     """What is copied between any source page and any destination page: entries, arrays of shape (num_entries,), at least one.
 
-    `src_start`, `dst_start`: addresses of the entries in page 0. `region`: equal numbers where the regions of both sides are the same.
-    Pages lie every `src_stride` and `dst_stride` bytes, and their ids are below `src_count` and `dst_count`.
-    `run_bytes`: the length of all entries, 0 where they differ. `shape`: equal for pages whose entries lie alike, so that a copy of one
-    may continue a copy of the other; None where entries differ in length. `first_entry`: its addresses in page 0, each followed by the
-    stride, and its length, shape (5,). `recurs`: whether other requests have the page too, so that it
-    is worth preparing; the page that a request fills in part is its own.
+    `src_start`, `dst_start`: addresses of the entries in page 0, of `run_bytes` each. `region`: equal numbers where the regions of both
+    sides are the same. Pages lie every `src_stride` and `dst_stride` bytes, and their ids are below `src_count` and `dst_count`.
+    `shape`: equal for pages whose entries lie alike, so that a copy of one may continue a copy of the other. `first_entry`: its addresses in
+    page 0, each followed by the stride, and its length, shape (5,). `recurs`: whether other requests have the page too, so that it is worth
+    preparing; the page that a request fills in part is its own.
 
     A transport keeps what it prepares for a page as long as the object lives.
     """
 
     src_start: Int64s
     dst_start: Int64s
-    length: Int64s
+    run_bytes: int
     region: Int64s
     src_stride: int
     dst_stride: int
     src_count: int
     dst_count: int
     recurs: bool = True
-    run_bytes: int = field(init=False)
-    shape: tuple[bytes, ...] | None = field(init=False)
+    shape: tuple[bytes, ...] = field(init=False)
     first_entry: Int64s = field(init=False)
 
     def __post_init__(self) -> None:
-        run_bytes = int(self.length[0]) if (self.length == self.length[0]).all() else 0
         columns = self.src_start - self.src_start[0], self.dst_start - self.dst_start[0], self.region
-        object.__setattr__(self, "run_bytes", run_bytes)
-        object.__setattr__(self, "shape", tuple(column.tobytes() for column in columns) if run_bytes else None)
-        first = self.src_start[0], self.src_stride, self.dst_start[0], self.dst_stride, self.length[0]
+        object.__setattr__(self, "shape", tuple(column.tobytes() for column in columns))
+        first = self.src_start[0], self.src_stride, self.dst_start[0], self.dst_stride, self.run_bytes
         object.__setattr__(self, "first_entry", np.array(first, dtype=np.int64))
 
     @staticmethod
     def of(
         src_start: ArrayLike,
         dst_start: ArrayLike,
-        length: ArrayLike,
+        run_bytes: int,
         strides: tuple[int, int],
         counts: tuple[int, int],
     ) -> Page:
         """From anything that NumPy reads as rows of whole numbers, in one region a side."""
         src, dst = np.asarray(src_start, dtype=np.int64), np.asarray(dst_start, dtype=np.int64)
-        each = np.broadcast_to(np.asarray(length, dtype=np.int64), src.shape)
-        return Page(src, dst, each, np.zeros_like(src), *strides, *counts)
+        return Page(src, dst, run_bytes, np.zeros_like(src), *strides, *counts)
 
     @property
     def num_entries(self) -> int:
-        return len(self.length)
+        return len(self.src_start)
 
 
 class PagedCopies(msgspec.Struct, frozen=True, eq=False):
@@ -124,7 +119,7 @@ class PagedCopies(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        return int(self.page.length.sum()) * len(self.src_page)
+        return self.page.run_bytes * self.num_copies
 
     def flat(self) -> CopyList:
         """The same copies, one by one: entry after entry."""
@@ -148,8 +143,7 @@ class PagedCopies(msgspec.Struct, frozen=True, eq=False):
         page, src_page = self.page, self.src_page[pages]
         src = page.src_start[entries, None] + src_page * page.src_stride
         dst = page.dst_start[entries, None] + self.dst_page[pages] * page.dst_stride
-        length = np.repeat(page.length[entries], len(src_page))
-        return CopyList(self.src_rank, self.dst_rank, src.reshape(-1), dst.reshape(-1), length)
+        return CopyList.of(src.reshape(-1), dst.reshape(-1), page.run_bytes, self.src_rank, self.dst_rank)
 
 
 Copies = CopyList | PagedCopies

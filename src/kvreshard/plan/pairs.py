@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,7 +24,7 @@ from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.budget import RequestBudget
+from kvreshard.plan.budget import PAGE_ENTRIES, RequestBudget
 from kvreshard.plan.copies import (
     MAX_COPY_BYTES,
     MIN_JOINED_BYTES,
@@ -38,9 +39,6 @@ from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.transfer import Overlap, RankTransfer, Span
-
-# A page whose entries have more lengths than that is one page for all of them.
-MAX_LENGTHS = 8
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -182,7 +180,7 @@ class GroupPair:
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):
-                budget.spend(0, of.page.num_entries)
+                budget.spend(0, PAGE_ENTRIES + of.page.num_entries)
                 if of.src_step not in src_ids:
                     src_ids[of.src_step] = page_range.page_ids(page_range.src, self.src.span, of.src_step)
                 if of.dst_step not in dst_ids:
@@ -203,9 +201,9 @@ class GroupPair:
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride), found in together.items():
             budget.spend(1, sum(len(runs.bases.src) * len(runs.lengths) for runs in found))
             for src, dst, length, region in _by_length(*_entries(found)):
-                page = Page(src, dst, length, region, src_stride, dst_stride, *counts, page_range.recurs)
-                columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
-                content = src_rank, src_stride, dst_stride, *counts, page.recurs, *columns
+                page = Page(src, dst, int(length[0]), region, src_stride, dst_stride, *counts, page_range.recurs)
+                columns = tuple(column.tobytes() for column in (src, dst))
+                content = src_rank, src_stride, dst_stride, *counts, page.run_bytes, page.recurs, *columns
                 yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
 
@@ -230,11 +228,12 @@ def _entries(found: Sequence[Pattern]) -> Entries:
 
 
 def _by_length(src: Int64s, dst: Int64s, length: Int64s, region: Int64s) -> Iterator[Entries]:
-    """The entries of each length, since only a page of equal ones may continue another; all where there are many lengths."""
-    lengths = np.unique(length)
-    for one in lengths if len(lengths) <= MAX_LENGTHS else [length]:
-        chosen = length == one
-        yield src[chosen], dst[chosen], length[chosen], region[chosen]
+    """The entries of each length, of which a page is made."""
+    order = np.argsort(length, kind="stable")
+    src, dst, length, region = src[order], dst[order], length[order], region[order]
+    edges = [0, *(1 + np.flatnonzero(length[1:] != length[:-1])).tolist(), len(length)]
+    for low, high in pairwise(edges):
+        yield src[low:high], dst[low:high], length[low:high], region[low:high]
 
 
 def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
@@ -246,7 +245,7 @@ def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
 
 
 def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:
-    return sum(10 * one.page.length.nbytes for one in pages)
+    return sum(10 * one.page.src_start.nbytes for one in pages)
 
 
 def make_pairs(transfers: Iterable[RankTransfer]) -> tuple[GroupPair, ...]:

@@ -59,11 +59,6 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         """Bytes that the pattern moves over all its fields."""
         return int(np.add.reduce(self.lengths)) * len(self.bases.src)
 
-    @property
-    def run_bytes(self) -> int:
-        """The length of all runs, 0 where they differ."""
-        return int(self.lengths[0]) if (self.lengths == self.lengths[0]).all() else 0
-
     def by_page(self) -> Iterator[tuple[int, int, Pattern]]:
         """The runs of each pair of pages that has some: the page of either side, and a list of them alone."""
         if not len(self.lengths):

@@ -93,7 +93,7 @@ class TransportContract:
         starts = np.array([0, 1000, 2_000_000, 4_000_003])
         src_rank, dst_rank = (1, 0) if direction is Direction.READ else (0, 1)
         page = Page.of(
-            starts[::-1] + ranks.address(src_rank), starts + ranks.address(dst_rank) + 64, [999, 3096, 4096, 4096],
+            starts[::-1] + ranks.address(src_rank), starts + ranks.address(dst_rank) + 64, 999,
             (src_stride, dst_stride), (count, count),
         )  # fmt: skip
         orders = (random.permutation(count)[:60], np.arange(40), np.arange(60)[::-1])
@@ -103,9 +103,7 @@ class TransportContract:
     @_READ_WRITE
     def test_pages_with_a_piece_that_a_transport_may_have_to_cut(self, ranks: Ranks, direction: Direction) -> None:
         src_rank, dst_rank = (1, 0) if direction is Direction.READ else (0, 1)
-        page = Page.of(
-            [ranks.address(src_rank)], [ranks.address(dst_rank) + 5], [17 << 20], (18 << 20, 19 << 20), (2, 2)
-        )
+        page = Page.of([ranks.address(src_rank)], [ranks.address(dst_rank) + 5], 17 << 20, (18 << 20, 19 << 20), (2, 2))
         _check_paged(ranks, direction, PagedCopies(0, 0, page, np.array([0, 1]), np.array([1, 0])))
 
     def test_pages_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
@@ -113,12 +111,12 @@ class TransportContract:
         first = np.array([0])
         ends = (MEMORY_BYTES // 4096, MEMORY_BYTES // 4096 + 1)
         for counts in (ends, ends[::-1]):
-            page = Page.of([ranks.address(1)], [ranks.address(0)], [4096], (4096, 4096), counts)
+            page = Page.of([ranks.address(1)], [ranks.address(0)], 4096, (4096, 4096), counts)
             with pytest.raises(TransportError, match="not inside one registered region"):
                 ranks.run(0, 1, Direction.READ, PagedCopies(0, 0, page, first, first))
 
     def test_page_ids_that_there_are_not_are_refused(self, ranks: Ranks) -> None:
-        page = Page.of([ranks.address(1)], [ranks.address(0)], [4096], (4096, 4096), (10, 20))
+        page = Page.of([ranks.address(1)], [ranks.address(0)], 4096, (4096, 4096), (10, 20))
         before = Expectation(ranks)
         for src, dst in ((10, 0), (-1, 0), (0, 20), (0, -1)):
             with pytest.raises(TransportError, match=r"pages from -?\d+ to -?\d+, but there are"):

@@ -52,13 +52,12 @@ class RowSet(msgspec.Struct, frozen=True, eq=False):
     """Copies between one memory kind a side, as the side that posts sees them.
 
     `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
-    shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote. `costs`: of all rows before each, and of all, shape (n + 1,).
+    shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote.
     """
 
     kinds: tuple[str, str]
     local: Rows
     remote: Rows
-    costs: Int64s
 
 
 Picked = Rows | NDArray[np.int32]
@@ -83,13 +82,12 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """Copies of a row set for some posts: some rows, each for `num_pages` pages. `costs`: of one page in all rows before each, and in all."""
+    """Copies of a row set for some posts. `costs`: of all copies before each, and of all, shape (n + 1,)."""
 
     row_set: RowSet
     local: Picked
     remote: Picked
     costs: Int64s
-    num_pages: int = 1
 
 
 class Cursor:
@@ -98,12 +96,12 @@ class Cursor:
     Row sets are taken one at a time, so that they may be made as they are posted.
     """
 
-    __slots__ = ("_before", "_left", "_next", "_placed")
+    __slots__ = ("_left", "_next", "_placed")
 
     def __init__(self, row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
-        self._left = _placed(row_sets, pages)
+        self._left = map(_rows_placed, row_sets) if pages is None else _pages_placed(row_sets, pages)
         self._placed = next(self._left, None)
-        self._next = self._before = 0
+        self._next = 0
 
     @property
     def exhausted(self) -> bool:
@@ -116,43 +114,37 @@ class Cursor:
 
     def take(self, budget_bytes: int) -> Slice:
         """The next copies whose cost together stays within the budget, at least one. Raises IndexError when exhausted."""
-        placed, first, before = self._placed, self._next, self._before
+        placed, first = self._placed, self._next
         if placed is None:
             raise IndexError("no copies are left")
-        costs, num_pages, end = placed.costs, placed.num_pages, len(placed.local)
-        row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
-        stop = row * num_pages
-        if row < len(costs) - 1:
-            stop += (before + budget_bytes - int(costs[row]) * num_pages) // int(costs[row + 1] - costs[row])
-        self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
-        self._before = cost = _cost_before(costs, num_pages, stop)
+        before, end = int(placed.costs[first]), len(placed.local)
+        stop = int(placed.costs.searchsorted(before + budget_bytes, side="right")) - 1
+        self._next = stop = _in_shares(first, max(first + 1, stop), end)
         if stop == end:
-            self._placed, self._next, self._before = next(self._left, None), 0, 0
-        return Slice(placed.row_set, placed.local[first:stop], placed.remote[first:stop], cost - before)
+            self._placed, self._next = next(self._left, None), 0
+        return Slice(
+            placed.row_set, placed.local[first:stop], placed.remote[first:stop], int(placed.costs[stop]) - before
+        )
 
 
-def _placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None) -> Iterator[Placed]:
-    """All rows of some lists, or of pages for every pair of page ids, as they are asked for."""
-    if pages is None:
-        for rows in row_sets:
-            yield Placed(rows, rows.local, rows.remote, rows.costs)
-        return
+def _rows_placed(rows: RowSet) -> Placed:
+    """All rows of a list."""
+    costs = np.zeros(len(rows.local) + 1, dtype=np.int64)
+    np.add.accumulate(rows.local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
+    return Placed(rows, rows.local, rows.remote, costs)
+
+
+def _pages_placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> Iterator[Placed]:
+    """Entry after entry for every pair of page ids, some at a time. All entries of a page are equally long."""
     local_ids, remote_ids = np.array(pages, dtype=np.int32)
-    num_pages = len(local_ids)
-    rows_each = max(1, PLACED_AT_ONCE // max(1, num_pages))
-    for rows in row_sets if num_pages else ():
-        for low in range(0, len(rows.local), rows_each):
-            costs = rows.costs[low : low + rows_each + 1]
-            entry = np.arange(low, low + len(costs) - 1, dtype=np.int32)[:, None]
+    entries_each = max(1, PLACED_AT_ONCE // max(1, len(local_ids)))
+    for rows in row_sets if len(local_ids) else ():
+        cost = int(rows.local[0, 1]) + DESCRIPTOR_COST_BYTES
+        for low in range(0, len(rows.local), entries_each):
+            entry = np.arange(low, min(low + entries_each, len(rows.local)), dtype=np.int32)[:, None]
             local = (entry * int(rows.local[0, 4]) + local_ids).reshape(-1)
             remote = (entry * int(rows.remote[0, 4]) + remote_ids).reshape(-1)
-            yield Placed(rows, local, remote, costs - costs[0], num_pages)
-
-
-def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
-    """What all copies before this one cost."""
-    row, page = divmod(piece, num_pages)
-    return int(costs[row]) * num_pages + (page * int(costs[row + 1] - costs[row]) if page else 0)
+            yield Placed(rows, local, remote, np.arange(0, (len(local) + 1) * cost, cost))
 
 
 def _in_shares(first: int, stop: int, end: int) -> int:
@@ -170,11 +162,10 @@ def make_rows(
 ) -> list[RowSet]:
     """Where copies lie, or all that a page may copy. `side`: how to call the remote side in a refusal. Raises TransportError."""
     if isinstance(copies, Page):
-        starts = copies.src_start, copies.dst_start
+        starts, length = (copies.src_start, copies.dst_start), np.full(copies.num_entries, copies.run_bytes)
         pages = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
     else:
-        starts, pages = (copies.src_address, copies.dst_address), ((0, 1), (0, 1))
-    length = copies.length
+        starts, length, pages = (copies.src_address, copies.dst_address), copies.length, ((0, 1), (0, 1))
     _check_copies(*starts, length, pages)
     if not len(length):
         return []
@@ -191,16 +182,14 @@ def make_rows(
     remote_rows, remote_kind = _rows(remote, starts[there], length, pages[there] if is_page else None)
     kinds = 2 * local_kind + remote_kind
     if isinstance(kinds, int):
-        return [_row_set(kinds, local_rows, remote_rows)]
+        return [RowSet(_kinds(kinds), local_rows, remote_rows)]
     chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
-    return [_row_set(kind, local_rows[rows], remote_rows[rows]) for kind, rows in chosen]
+    return [RowSet(_kinds(kind), local_rows[rows], remote_rows[rows]) for kind, rows in chosen]
 
 
 def is_indexed(page: Page) -> bool:
     """Whether a post can pick copies from a prepared page, by indices of 32 bits and without a copy that must be cut."""
-    return (
-        page.num_entries * max(page.src_count, page.dst_count) < MAX_INDEX and int(page.length.max()) <= MAX_COPY_BYTES
-    )
+    return page.num_entries * max(page.src_count, page.dst_count) < MAX_INDEX and page.run_bytes <= MAX_COPY_BYTES
 
 
 def listed_rows(
@@ -269,10 +258,9 @@ def _device(name: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def _row_set(kinds: int, local: Rows, remote: Rows) -> RowSet:
-    costs = np.zeros(len(local) + 1, dtype=np.int64)
-    np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs)
+def _kinds(number: int) -> tuple[str, str]:
+    """Local and remote."""
+    return KINDS[number // 2], KINDS[number % 2]
 
 
 class SliceBudget:
