@@ -40,6 +40,9 @@ from kvreshard.plan.cover import count_in_windows
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.transfer import Overlap, RankTransfer, Span
 
+# Of a page, beside its entries: its objects, and its key among those that groups share.
+PAGE_BYTES = 1200
+
 
 class Side(msgspec.Struct, frozen=True):
     """One side of a pair: `name` is "source" or "destination", `owned` what the rank has of the sequence, None for a state."""
@@ -245,7 +248,8 @@ def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
 
 
 def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:
-    return sum(10 * one.page.src_start.nbytes for one in pages)
+    """About what they take in memory."""
+    return sum(PAGE_BYTES + 10 * one.page.src_start.nbytes for one in pages)
 
 
 def make_pairs(transfers: Iterable[RankTransfer]) -> tuple[GroupPair, ...]:

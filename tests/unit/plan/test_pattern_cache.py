@@ -6,9 +6,11 @@ import sys
 
 import numpy as np
 import pytest
+from tests.pairs.small import engine, request
 
 from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.plan import stage
+from kvreshard.kinds import Latent
+from kvreshard.plan import pairs, stage
 from kvreshard.plan.compile import compile_route
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.pattern_cache import ENTRY_BYTES, PatternCache
@@ -123,3 +125,16 @@ def test_sizes_are_about_what_values_take(engines: tuple[str, str]) -> None:
     for value in values:
         taken = deep_bytes(value, {id(transfer.bases)})
         assert taken / 2 < value.cached_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES
+
+
+def test_pages_of_many_lengths_count_with_all_that_they_take() -> None:
+    """Turns without a common divisor leave a page of each length, most of them of one copy: they counted as a tenth."""
+    src, dst = (
+        engine(name, tp=2, dcp=2, interleave=turn, page=2 * 63 * 64, kind=Latent(1, "bfloat16"))
+        for name, turn in (("prefill", 63), ("decode", 64))
+    )
+    pair = compile_route(src, dst, 0).pairs[0]
+    pages = pair.pages(pair.page_ranges(request(src, dst, 2 * 63 * 64))[0], pair.transfers)
+    assert len(pages) == len({one.page.run_bytes for one in pages}) > 50
+    taken = deep_bytes(pages, set())
+    assert taken / 2 < pairs._cached_bytes(pages) < 2 * taken
