@@ -152,15 +152,13 @@ def find_staged(
     for transfer, held in zip(transfers, of_transfer, strict=True):
         budget.spend(len(held), 0)
         together: dict[object, list[PageRange]] = {}
-        num_runs = 0
         for page_range in held:
             pattern = transfer.pattern(page_range.overlap)
-            num_runs += len(pattern.lengths)
+            budget.spend(0, len(pattern.lengths))
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
                 key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first
                 together.setdefault(key, []).append(page_range)
-        budget.spend(0, num_runs)
         for found in together.values():
             members = sorted(found, key=lambda page_range: page_range.overlap)
             pages = [

@@ -16,8 +16,9 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, budget, compile_route, compile_routes, find_unwritten, pairs
 from kvreshard.plan.cost import Way
+from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.reads import plan_reads
-from kvreshard.plan.transfer import RankTransfer
+from kvreshard.plan.transfer import Overlap, RankTransfer
 
 SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
 GOOD = request(SRC, DST, 10)
@@ -325,6 +326,27 @@ def test_the_pieces_of_one_overlap_are_counted_before_each_rank_s_are_made(monke
     with pytest.raises(BindError, match=r"with \d+ pieces so far; at most 20000"):
         plan_reads(route, request(there, here, 16))
     assert 0 < sum(made) <= 20_000
+
+
+def test_the_pieces_of_one_overlap_are_counted_before_the_next_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reads are staged, all overlaps of a transfer were found first: 16,000 of them took minutes."""
+    kind = Attention(8, 64, "bfloat16")
+    there = apart(engine("prefill", tp=2, dcp=2, interleave=1023, page=1024, num_pages=3, kind=kind))
+    here = engine("decode", page=16, num_pages=70, kind=kind)
+    (route,) = compile_routes(there, here, way="staged")
+    found: list[int] = []
+    look = RankTransfer.pattern
+
+    def counted(self: RankTransfer, overlap: Overlap) -> Pattern:
+        pattern = look(self, overlap)
+        found.append(len(pattern.lengths))
+        return pattern
+
+    monkeypatch.setattr(RankTransfer, "pattern", counted)
+    monkeypatch.setattr(budget, "MAX_ENTRIES", 100_000)
+    with pytest.raises(BindError, match=r"with \d+ pieces so far; at most 100000"):
+        plan_reads(route, request(there, here, 1000), 1 << 24)
+    assert 0 < sum(found) <= 100_000 + max(found)
 
 
 def test_copies_that_must_be_listed_are_counted_over_all_groups_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
