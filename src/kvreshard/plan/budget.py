@@ -21,6 +21,8 @@ MAX_ENTRIES = 1 << 22
 # Finding where two pages overlap takes some 0.2 ms, as much as this many pieces. At 128k tokens, pages of 1,056 tokens on 8 x 8 ranks that
 # take turns of one token overlap pages of 1,072 in 8,832 ways, with a million pieces.
 OVERLAP_ENTRIES = 1 << 8
+# A nest of loops takes some 50 us to find, as much as this many pieces. A way counts for the first few of its own.
+NEST_ENTRIES = 1 << 6
 # What the pieces of one page that are equally long cost together, 10 us, as many of these.
 PAGE_ENTRIES = 1 << 4
 # Finding out whether one rank of many that share the sequence has anything of a page takes 35 us.
@@ -45,6 +47,11 @@ class Budget:
                 f"field '{field}': engines {src} and {dst} have {why}, and planning them takes more than {MAX_STEPS} steps; "
                 "use fewer ranks, or parallel sizes, interleaves and page sizes that divide one another"
             )
+
+
+def nest_entries(num_nests: int) -> int:
+    """As how many pieces the nests of loops count in which one transfer's pages overlap."""
+    return max(0, NEST_ENTRIES * num_nests - OVERLAP_ENTRIES)
 
 
 class RequestBudget:

@@ -24,7 +24,7 @@ from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.budget import PAGE_ENTRIES, RequestBudget
+from kvreshard.plan.budget import PAGE_ENTRIES, RequestBudget, nest_entries
 from kvreshard.plan.copies import (
     MAX_COPY_BYTES,
     MIN_JOINED_BYTES,
@@ -83,13 +83,17 @@ class PageRange(msgspec.Struct, frozen=True):
 
 
 class OverlapPage(msgspec.Struct, frozen=True, eq=False):
-    """A page of an overlap: whose it is, and in which page of either side's span it lies."""
+    """A page of an overlap: whose it is, and in which page of either side's span it lies.
+
+    `nest_entries`: what finding the overlap counts in a request's budget, beside its pieces; told by the first of its pages.
+    """
 
     src_rank: int
     dst_rank: int
     src_step: int
     dst_step: int
     page: Page
+    nest_entries: int
 
 
 SharedPages = WeakValueDictionary[object, Page]
@@ -183,7 +187,7 @@ class GroupPair:
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):
-                budget.spend(0, PAGE_ENTRIES + of.page.num_entries)
+                budget.spend(0, of.nest_entries + PAGE_ENTRIES + of.page.num_entries)
                 if of.src_step not in src_ids:
                     src_ids[of.src_step] = page_range.page_ids(page_range.src, self.src.span, of.src_step)
                 if of.dst_step not in dst_ids:
@@ -193,12 +197,17 @@ class GroupPair:
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
         together: dict[tuple[int, ...], list[Pattern]] = {}
         budget = RequestBudget()  # of its own: what is kept for the next request must not depend on this one
+        of_nests = 0
         for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
                 (transfer.src_page_stride_bytes, transfer.dst_page_stride_bytes),
             )
-            for src_step, dst_step, runs in transfer.pattern(page_range.overlap).by_page():
+            pattern = transfer.pattern(page_range.overlap)
+            nests = nest_entries(len(pattern.runs))
+            budget.spend(0, nests)
+            of_nests += nests
+            for src_step, dst_step, runs in pattern.by_page():
                 together.setdefault((*ranks, src_step, dst_step, *strides), []).append(runs)
         counts = self.src.group.num_pages, self.dst.group.num_pages
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride), found in together.items():
@@ -207,7 +216,9 @@ class GroupPair:
                 page = Page(src, dst, int(length[0]), region, src_stride, dst_stride, *counts, page_range.recurs)
                 columns = tuple(column.tobytes() for column in (src, dst))
                 content = src_rank, src_stride, dst_stride, *counts, page.run_bytes, page.recurs, *columns
-                yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
+                shared = self.shared_pages.setdefault(content, page)
+                yield OverlapPage(src_rank, dst_rank, src_step, dst_step, shared, of_nests)
+                of_nests = 0
 
 
 Entries = tuple[Int64s, Int64s, Int64s, Int64s]

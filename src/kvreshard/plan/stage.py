@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvreshard.model.errors import BindError
 from kvreshard.plan.bind import group_aligned
-from kvreshard.plan.budget import RequestBudget
+from kvreshard.plan.budget import RequestBudget, nest_entries
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, PagedCopies, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel, Work
@@ -154,7 +154,7 @@ def find_staged(
         together: dict[object, list[PageRange]] = {}
         for page_range in held:
             pattern = transfer.pattern(page_range.overlap)
-            budget.spend(0, len(pattern.lengths))
+            budget.spend(0, nest_entries(len(pattern.runs)) + len(pattern.lengths))
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
                 key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first

@@ -349,6 +349,24 @@ def test_the_pieces_of_one_overlap_are_counted_before_the_next_is_looked_at(monk
     assert 0 < sum(found) <= 100_000 + max(found)
 
 
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_nests_of_loops_count_for_the_time_that_they_take(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a piece each, a million of them took a minute to refuse. Also where a request finds the overlap in the cache."""
+    kind, tokens = Latent(1, "bfloat16"), 2 * 63 * 64
+    there, here = (
+        engine(name, tp=2, dcp=2, interleave=turn, page=tokens, kind=kind)
+        for name, turn in (("prefill", 63), ("decode", 64))
+    )
+    route = compile_route(there, here, 0, way=way)
+    assert [len(transfer.pattern(Overlap(0, 0, tokens)).runs) for transfer in route.transfers] == [63, 63]
+    for _ in range(2):
+        monkeypatch.setattr(budget, "MAX_ENTRIES", 2 * 63 * budget.NEST_ENTRIES)
+        with pytest.raises(BindError, match="page sizes and interleaves"):
+            plan_reads(route, request(there, here, tokens), 1 << 24)
+        monkeypatch.setattr(budget, "MAX_ENTRIES", 2 * 63 * (budget.NEST_ENTRIES + budget.PAGE_ENTRIES + 2))
+        assert plan_reads(route, request(there, here, tokens), 1 << 24)
+
+
 def test_copies_that_must_be_listed_are_counted_over_all_groups_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     src, dst = engine("prefill", num_pages=600, page=4), engine("decode", num_pages=600, page=4, order="HND")
     for way in ("direct", "staged"):
