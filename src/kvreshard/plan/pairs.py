@@ -85,7 +85,7 @@ class PageRange(msgspec.Struct, frozen=True):
 class OverlapPage(msgspec.Struct, frozen=True, eq=False):
     """A page of an overlap: whose it is, and in which page of either side's span it lies.
 
-    `nest_entries`: what finding the overlap counts in a request's budget, beside its pieces; told by the first of its pages.
+    `budget_entries`: what it counts in a request's budget: its pieces, itself, and its share of finding the overlap.
     """
 
     src_rank: int
@@ -93,7 +93,7 @@ class OverlapPage(msgspec.Struct, frozen=True, eq=False):
     src_step: int
     dst_step: int
     page: Page
-    nest_entries: int
+    budget_entries: int
 
 
 SharedPages = WeakValueDictionary[object, Page]
@@ -170,9 +170,7 @@ class GroupPair:
     def pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[OverlapPage, ...]:
         """What some of the transfers copy where two spans overlap as in this page range; kept for the next request."""
         key = page_range.overlap, tuple([transfer.bases for transfer in transfers])
-        return transfers[0].pattern_cache.get(
-            self, key, lambda: tuple(self._make_pages(page_range, transfers)), _cached_bytes
-        )
+        return transfers[0].pattern_cache.get(self, key, lambda: self._make_pages(page_range, transfers), _cached_bytes)
 
     def copies(
         self, page_ranges: Iterable[PageRange], transfers: tuple[RankTransfer, ...], budget: RequestBudget | None = None
@@ -187,17 +185,17 @@ class GroupPair:
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):
-                budget.spend(0, of.nest_entries + PAGE_ENTRIES + of.page.num_entries)
+                budget.spend(0, of.budget_entries)
                 if of.src_step not in src_ids:
                     src_ids[of.src_step] = page_range.page_ids(page_range.src, self.src.span, of.src_step)
                 if of.dst_step not in dst_ids:
                     dst_ids[of.dst_step] = page_range.page_ids(page_range.dst, self.dst.span, of.dst_step)
                 yield PagedCopies(of.src_rank, of.dst_rank, of.page, src_ids[of.src_step], dst_ids[of.dst_step])
 
-    def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
+    def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[OverlapPage, ...]:
         together: dict[tuple[int, ...], list[Pattern]] = {}
         budget = RequestBudget()  # of its own: what is kept for the next request must not depend on this one
-        of_nests = 0
+        in_nests, made = 0, list[tuple[int, int, int, int, Page]]()
         for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
@@ -206,7 +204,7 @@ class GroupPair:
             pattern = transfer.pattern(page_range.overlap)
             nests = nest_entries(len(pattern.runs))
             budget.spend(0, nests)
-            of_nests += nests
+            in_nests += nests
             for src_step, dst_step, runs in pattern.by_page():
                 together.setdefault((*ranks, src_step, dst_step, *strides), []).append(runs)
         counts = self.src.group.num_pages, self.dst.group.num_pages
@@ -216,9 +214,9 @@ class GroupPair:
                 page = Page(src, dst, int(length[0]), region, src_stride, dst_stride, *counts, page_range.recurs)
                 columns = tuple(column.tobytes() for column in (src, dst))
                 content = src_rank, src_stride, dst_stride, *counts, page.run_bytes, page.recurs, *columns
-                shared = self.shared_pages.setdefault(content, page)
-                yield OverlapPage(src_rank, dst_rank, src_step, dst_step, shared, of_nests)
-                of_nests = 0
+                made.append((src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page)))
+        each = PAGE_ENTRIES + -(-in_nests // max(1, len(made)))
+        return tuple(OverlapPage(*of, each + of[-1].num_entries) for of in made)
 
 
 Entries = tuple[Int64s, Int64s, Int64s, Int64s]
