@@ -201,7 +201,7 @@ def listed_rows(
 
 
 def check_pages(copies: PagedCopies) -> None:
-    """Raises TransportError for page ids that the page does not have."""
+    """Raises TransportError for what are no page ids, and for those that the page does not have."""
     page = copies.page
     if copies.src_page.shape != copies.dst_page.shape or copies.src_page.ndim != 1:
         raise TransportError(f"{copies.src_page.shape} source pages for {copies.dst_page.shape} destination pages")
@@ -209,6 +209,10 @@ def check_pages(copies: PagedCopies) -> None:
         ("source", copies.src_page, page.src_count),
         ("destination", copies.dst_page, page.dst_count),
     ):
+        if ids.dtype != np.int64:
+            raise TransportError(
+                f"{name} pages are {ids.dtype}, and page ids must be int64, as addresses are; convert them first"
+            )
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
             raise TransportError(f"{name} pages from {int(ids.min())} to {int(ids.max())}, but there are [0, {count})")
 

@@ -260,6 +260,16 @@ def test_page_ids_that_there_are_not_are_refused(src: int, dst: int) -> None:
         check_pages(PagedCopies(0, 0, page(), np.arange(2), np.arange(3)))
 
 
+@pytest.mark.parametrize("other", [np.float64, np.int32, np.uint64, np.bool_])
+def test_page_ids_of_another_type_are_refused(other: type) -> None:
+    """A part of a page would be rounded, and a product of 32 bits with a stride wraps around."""
+    good, wrong = np.array([1, 0]), np.array([1, 0], dtype=other)
+    check_pages(PagedCopies(0, 0, page(), good, good))
+    for side, ids in (("source", (wrong, good)), ("destination", (good, wrong))):
+        with pytest.raises(TransportError, match=f"{side} pages are {np.dtype(other)}, and page ids must be int64"):
+            check_pages(PagedCopies(0, 0, page(), *ids))
+
+
 def test_the_budget_finds_the_link_speed() -> None:
     budget = SliceBudget(0.020)
     for _ in range(40):
