@@ -122,7 +122,7 @@ def plan(
     if copies or fills:
         if request is None:  # `_check_options` has refused what leads here
             raise InputError("--copies and --fills need a request")
-        _print_request(pair, routes, request, copies, fills, in_words, as_json)
+        _print_request(_tell_unmoved(pair, routes), routes, request, copies, fills, in_words, as_json)
         return
     priced = None
     if request is not None:
@@ -135,7 +135,7 @@ def plan(
         sizes = [] if tables is not None else request_sizes(pair)
         steps, first = _price_sizes(pair, routes, cost, request, priced, sizes, hit)
         page = plan_page(pair, explain(routes), steps, first, cost)
-        _write_page(page_file, pair, page.encode(), steps, as_json)
+        _write_page(page_file, _tell_unmoved(pair, routes), page.encode(), steps, as_json)
     elif as_json:
         write_json(plan_document(explain(routes), pair, priced))
     else:
@@ -199,6 +199,13 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
 def _invent(pair: Pair, tokens: int, hit: int) -> tuple[Request, str]:
     what = f"a request of {tokens:,} token{'s' * (tokens != 1)}" + (f", {hit:,} of them there already" if hit else "")
     return plain_request(pair.prefill, pair.decode, tokens, hit), what
+
+
+def _tell_unmoved(pair: Pair, routes: list[Route]) -> Pair:
+    """Write the routes' warnings to stderr, for a view that does not end with them; returns the pair with these among its own."""
+    unmoved = tuple(dict.fromkeys(warning for route in routes for warning in route.warnings))
+    warn(unmoved)
+    return replace(pair, warnings=(*pair.warnings, *unmoved))
 
 
 def _price_sizes(

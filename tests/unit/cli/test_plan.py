@@ -217,6 +217,17 @@ def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
     assert "warning: field 'mtp.0.attn.latent': in engine 'prefill' but not in engine 'decode', so not moved" in out
 
 
+@pytest.mark.parametrize("view", [("--copies", "--tokens", "3"), ("--fills", "--tokens", "3"), ("--html",)])
+def test_what_is_not_moved_is_told_in_every_view_once(run, tmp_path: Path, view: tuple[str, ...]) -> None:
+    words = ("plan", "--model", "deepseek-v3", "--prefill", "tp=1", "--decode", "tp=1,spec=1", *view)
+    words = (*words, tmp_path / "page.html") if view == ("--html",) else words
+    told = "field 'mtp.0.attn.latent': in engine 'decode' but not in engine 'prefill', so not moved"
+    assert run(*words).stderr.count(f"warning: {told}") == 1
+    result = run(*words, "--json")
+    assert result.stderr.count(told) == 1
+    assert [warning.startswith(told) for warning in json.loads(result.stdout)["warnings"]] == [True]
+
+
 def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     tables: dict[str, Any] = json.loads(json.dumps(TABLES))
     change(tables)
