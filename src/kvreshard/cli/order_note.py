@@ -8,6 +8,7 @@ from kvreshard.cli.inputs import Pair
 from kvreshard.cli.output import seconds_text
 from kvreshard.cli.plan_view import Priced
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import counted
 
 # With a page's layers side by side a page is one copy, or one per rank that it is read from (docs/design/0072).
 PAGES_OUTERMOST = ("BLHNC", "BHLNC")
@@ -26,7 +27,7 @@ def order_note(pair: Pair, priced: Priced, in_order: Callable[[str], tuple[Pair,
         if set(other.warnings) <= set(pair.warnings) and _num_operations(found) < fewest:
             fewest = _num_operations(found)
             note = (
-                f"note: {fewest:,} operations, predicted {seconds_text(found.slowest_s)}, with VLLM_KV_CACHE_LAYOUT={order} on both engines "
+                f"note: {counted(fewest, 'operation')}, predicted {seconds_text(found.slowest_s)}, with VLLM_KV_CACHE_LAYOUT={order} on both engines "
                 f"(order={order} here), where their attention backends have it"
             )
     return note

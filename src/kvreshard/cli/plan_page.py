@@ -321,7 +321,8 @@ def _step(priced: Priced, cost: CostModel) -> dict[str, Any]:
     sums.seconds = priced.slowest_s
     verdict, why = _judge(priced, sums, cost)
     figure = dict(_figure(sums, ()))
-    takes = f"{priced.what[:1].upper()}{priced.what[1:]} takes {figure['copies']} copies and {figure['predicted']}."
+    copies = "1 copy" if sums.num_operations == 1 else f"{figure['copies']} copies"
+    takes = f"{priced.what[:1].upper()}{priced.what[1:]} takes {copies} and {figure['predicted']}."
     return {"what": priced.what, "takes": takes, "verdict": verdict, "why": why, **figure}
 
 

@@ -113,7 +113,7 @@ def _show_totals(console: Console, priced: Priced, ways: set[str], note: str) ->
     num_bytes = sum(total.num_bytes for total in priced.totals)
     num_operations = sum(total.num_operations for total in priced.totals)
     all_text = (
-        f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
+        f"all: {bytes_text(num_bytes)} in {counted(num_operations, 'operation')}; predicted {seconds_text(priced.slowest_s)}, the slowest "
         "decode rank by itself"
     )
     notes = [all_text]
@@ -204,7 +204,7 @@ def _groups_text(subject: Subject) -> str:
         return f"{groups}, one page per request"
     sizes = dict.fromkeys((subject.src_tokens_per_page or 0, subject.dst_tokens_per_page or 0))
     plural = "" if list(sizes) == [1] else "s"
-    return f"{groups}, pages of {' -> '.join(map(str, sizes))} token{plural}"
+    return f"{groups}, pages of {' -> '.join(f'{size:,}' for size in sizes)} token{plural}"
 
 
 def parts_text(reading: Reading) -> str:

@@ -25,6 +25,7 @@ from rich.text import Text
 from kvreshard.cli.inputs import AsJson
 from kvreshard.cli.metrics_reading import PREFIX, Reading, Window, read_all, read_url
 from kvreshard.cli.output import bytes_text, number_column, seconds_text, show_table, write_json
+from kvreshard.model.text import counted
 
 MAX_ENGINES = 256
 COLUMNS = (
@@ -133,7 +134,10 @@ def state(window: Window) -> str:
         for is_so, text in (
             (window.gained("digest_checks_total", result="different") > 0, "WRONG CACHE LOADED"),
             (now.total("stuck_threads") > 0, "a call does not come back"),
-            (now.total("quarantine_blocks_held") > 0, f"{now.total('quarantine_blocks_held'):,.0f} blocks quarantined"),
+            (
+                now.total("quarantine_blocks_held") > 0,
+                f"{counted(round(now.total('quarantine_blocks_held')), 'block')} quarantined",
+            ),
             (window.before.error == "" and started_anew(window), "started anew"),
         )
         if is_so

@@ -42,10 +42,10 @@ def check_names(texts: Collection[str]) -> None:
 def counted(count: int, noun: str) -> str:
     """A number of things.
 
-    >>> counted(1, "rank"), counted(0, "rank"), counted(2, "KV head")
-    ('1 rank', '0 ranks', '2 KV heads')
+    >>> counted(1, "rank"), counted(0, "rank"), counted(2048, "KV head")
+    ('1 rank', '0 ranks', '2,048 KV heads')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def escaped(text: object, limit: int | None = None) -> str:

@@ -125,6 +125,21 @@ def test_what_is_noted_of_the_engines_is_told_once(run) -> None:
     assert [line.partition(":")[0] for line in lines if "pages hold" in line] == ["note", "note"]
 
 
+def test_one_operation_is_no_plural_and_large_counts_have_commas(run, tmp_path: Path) -> None:
+    tokens = ("--tokens", "16")
+    assert " MiB in 1 operation; predicted " in _plan(
+        run, "llama-3.1-8b", "tp=1,order=BLHNC", "tp=1,order=BLHNC", *tokens
+    )
+    text = _plan(run, "llama-3.1-8b", "tp=1", "tp=1", *tokens)
+    assert "note: 1 operation, predicted " in text
+    page = tmp_path / "page.html"
+    _plan(run, "llama-3.1-8b", "tp=1,order=BLHNC", "tp=1,order=BLHNC", *tokens, "--html", str(page))
+    assert "A request of 16 tokens takes 1 copy and " in page.read_text()
+    text = _plan(run, "llama-3.1-8b", "tp=1,page=2048,order=NHD", "tp=2,page=16384", "--way", "direct", "--details")
+    assert "group full, pages of 2,048 -> 16,384 tokens\n" in text
+    assert "direct: forced; 262,144 runs one by one " in text
+
+
 @pytest.mark.parametrize(
     ("model", "prefill", "options"),
     [

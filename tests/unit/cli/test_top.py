@@ -90,6 +90,8 @@ def test_what_is_wrong_is_said_at_once() -> None:
     engine.gauges["quarantine_blocks_held"].labels("m", "0").set(12)
     told = state(Window(before, engine.reading(1.0)))
     assert told == "WRONG CACHE LOADED, a call does not come back, 12 blocks quarantined"
+    engine.gauges["quarantine_blocks_held"].labels("m", "0").set(1)
+    assert state(Window(before, engine.reading(2.0))).endswith(", 1 block quarantined")
 
 
 def test_an_engine_that_was_started_anew_counts_from_zero() -> None:
