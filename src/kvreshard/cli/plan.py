@@ -59,6 +59,7 @@ WayOption = Annotated[Way | None, typer.Option(help="Read everything this way.")
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
 # Of a request without options; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
+NO_REQUEST = "none fits these engines; --tokens 1 says why"
 # Block tables of more would take gigabytes.
 MAX_TOKENS = 1 << 20
 
@@ -124,13 +125,9 @@ def plan(
             raise InputError("--copies and --fills need a request")
         _print_request(_tell_unmoved(pair, routes), routes, request, copies, fills, in_words, as_json)
         return
-    priced = None
-    if request is not None:
-        try:
-            priced = Priced(what, tuple(count_totals(routes, request, cost)))
-        except BindError:  # forced staging has no room for a page; the plan of the routes is shown without a request
-            if tables is not None or tokens is not None:
-                raise
+    priced = _price(routes, request, what, cost, is_asked=tables is not None or tokens is not None)
+    if priced is None:
+        pair = replace(pair, notes=(*pair.notes, f"no request is shown: {NO_REQUEST}"))
     if page_file is not None:
         sizes = [] if tables is not None else request_sizes(pair)
         steps, first = _price_sizes(pair, routes, cost, request, priced, sizes, hit)
@@ -208,6 +205,18 @@ def _tell_unmoved(pair: Pair, routes: list[Route]) -> Pair:
     return replace(pair, warnings=(*pair.warnings, *unmoved))
 
 
+def _price(
+    routes: list[Route], request: Request | None, what: str, cost: CostModel, *, is_asked: bool
+) -> Priced | None:
+    """The cost of a request; None without one, or where forced staging has no room for a page of one that nobody has asked for. Raises BindError."""
+    try:
+        return None if request is None else Priced(what, tuple(count_totals(routes, request, cost)))
+    except BindError:
+        if is_asked:
+            raise
+        return None
+
+
 def _price_sizes(
     pair: Pair,
     routes: list[Route],
@@ -219,7 +228,7 @@ def _price_sizes(
 ) -> tuple[list[Priced], int]:
     """The request among made-up ones of other sizes, as far as the pools hold them; and its place. Raises InputError."""
     if request is None or priced is None:
-        raise InputError("--html shows a request, and none fits these engines; --tokens 1 says why")
+        raise InputError(f"--html shows a request: {NO_REQUEST}")
     steps: list[Priced] = []
     first = 0
     own = max((table.num_tokens for table in request.dst_tables.values()), default=0)

@@ -232,6 +232,15 @@ def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
     assert "warning: field 'mtp.0.attn.latent': in engine 'prefill' but not in engine 'decode', so not moved" in out
 
 
+def test_a_plan_without_a_request_says_why(run) -> None:
+    words = ("plan", "--model", "gpt-oss-120b", "--prefill", "tp=1", "--decode", "tp=2", "--pages", "2")
+    told = "no request is shown: none fits these engines; --tokens 1 says why"
+    assert f"note: {told}\n" in run(*words).stdout
+    document = json.loads(run(*words, "--json").stdout)
+    assert (document["request"], document["notes"]) == (None, [told])
+    assert "has 0 free pages, group 'full' needs 1" in run(*words, "--tokens", "1").stderr
+
+
 @pytest.mark.parametrize("view", [("--copies", "--tokens", "3"), ("--fills", "--tokens", "3"), ("--html",)])
 def test_what_is_not_moved_is_told_in_every_view_once(run, tmp_path: Path, view: tuple[str, ...]) -> None:
     words = ("plan", "--model", "deepseek-v3", "--prefill", "tp=1", "--decode", "tp=1,spec=1", *view)
