@@ -61,21 +61,20 @@ def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None 
     expect(spec, EngineSpec, "an engine", "what `kvreshard.parse_engine` returns")
     try:
         plan, stages = plan_pages(model, spec), stage_of_layers(model, spec)
+        stage_of = dict(enumerate(stages))
+        return assemble(
+            engine,
+            [Layer(one.name, one.kind, stage_of.get(one.index, spec.pp - 1), one.optional) for one in plan.layers],
+            plan.groups,
+            grid_of(spec),
+            order=plan.order,
+            num_pages=num_pages or spec.pages or DEFAULT_PAGES,
+            style=plan.style,
+            null_page=NULL_PAGE,
+        )
     except LayoutError as error:
-        raise LayoutError(f"engine '{engine}': {error}") from None
-    stage_of = dict(enumerate(stages))
-    layers = [Layer(one.name, one.kind, stage_of.get(one.index, spec.pp - 1), one.optional) for one in plan.layers]
-    pages = num_pages or spec.pages or DEFAULT_PAGES
-    return assemble(
-        engine,
-        layers,
-        plan.groups,
-        grid_of(spec),
-        order=plan.order,
-        num_pages=pages,
-        style=plan.style,
-        null_page=NULL_PAGE,
-    )
+        named = f"engine '{engine}': "  # a check of the whole layout names it
+        raise LayoutError(f"{'' if str(error).startswith(named) else named}{error}") from None
 
 
 def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:

@@ -133,8 +133,13 @@ def in_cache_dtypes(
 def as_draft(model: Model, draft: Model) -> Model:
     """`model` with the layers of `draft` behind its own: `draft.<i>.<cache>`, optional, on the last stage.
 
-    A draft's own drafts are left out. The cache dtype that the model's file declares holds for the draft too (vLLM has one).
+    A draft's own drafts are left out. The cache dtype that the model's file declares holds for the draft too (vLLM has one). Raises
+    LayoutError for a model that has a draft.
     """
+    if any(layer.optional and not layer.predicts for layer in model.layers):
+        raise LayoutError(
+            f"model '{model.name}' comes with a draft of its own, and '{draft.name}' is another; leave --draft out"
+        )
     added = tuple(
         replace(
             layer.in_dtype(model.declared),

@@ -226,6 +226,19 @@ def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, me
         describe(load(model), parse_engine(engine), "e", 2)
 
 
+@pytest.mark.parametrize("engine", ["tp=2,order=LHBNC", "tp=2,page.ful=8"])
+def test_what_cannot_be_described_names_the_engine(engine: str) -> None:
+    with pytest.raises(LayoutError, match=r"^engine 'decode': (?!engine ')"):
+        describe(load("gemma-4-26b-a4b"), parse_engine(engine), "decode", 2)
+
+
+def test_a_second_draft_is_refused_by_that() -> None:
+    with pytest.raises(
+        LayoutError, match=r"'kimi-k2\.5-eagle3' comes with a draft of its own, and 'llama-3\.1-8b' is another"
+    ):
+        load("kimi-k2.5-eagle3", "llama-3.1-8b")
+
+
 @pytest.mark.parametrize(
     ("model", "engine", "message"),
     [
