@@ -281,7 +281,7 @@ def read_pair(
         decode.layout,
         f"{model}: {title}" if model else title,
         (*prefill.warnings, *decode.warnings, *lacking),
-        (*prefill.notes, *decode.notes, *([UNNAMED_MODELS] if all(files) else ())),
+        (*prefill.notes, *decode.notes, *([UNNAMED_MODELS] if any(files) else ())),
     )
 
 

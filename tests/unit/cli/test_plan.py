@@ -214,7 +214,8 @@ def test_a_layout_file_and_an_engine_go_together(run, tmp_path: Path) -> None:
     from_file = run("plan", *model, "--prefill-layout", tmp_path / "a.json", "--decode", "tp=4", "--json")
     from_model = run("plan", *model, "--prefill", "tp=2", "--decode", "tp=4", "--json")
     named = from_file.stdout.replace(f"prefill ({tmp_path / 'a.json'})", "prefill")
-    assert from_file.stdout != named == from_model.stdout
+    assert from_file.stdout != named
+    assert {**json.loads(named), "notes": []} == json.loads(from_model.stdout)
 
 
 def test_only_some_ranks_and_a_forced_way(run) -> None:
@@ -460,6 +461,13 @@ def test_a_model_that_comes_through_a_pipe_is_read_once_for_both_engines(tmp_pat
 
 def test_layout_files_are_said_to_name_no_model(run) -> None:
     assert "note: layout files name no model" in run("plan", *PAIR).output
+
+
+def test_one_layout_file_beside_an_engine_names_no_model_either(run, tmp_path: Path) -> None:
+    run("describe", "--model", "llama-3.1-8b", "--output", tmp_path / "one.json")
+    words = ("plan", "--model", "llama-3.1-8b", "--prefill-layout", tmp_path / "one.json", "--decode", "tp=2")
+    assert run(*words).stdout.count("note: layout files name no model") == 1
+    assert len(json.loads(run(*words, "--json").stdout)["notes"]) == 1
 
 
 def test_an_option_about_a_file_that_is_not_there_is_refused(run) -> None:
