@@ -23,7 +23,7 @@ MAX_ENTRIES = 1 << 22
 OVERLAP_ENTRIES = 1 << 8
 # A nest of loops takes some 50 us to find, as much as this many pieces. A way counts for the first few of its own.
 NEST_ENTRIES = 1 << 6
-# What the pieces of one page that are equally long cost together, 10 us, as many of these.
+# A page of an overlap takes some 10 us beside its pieces, as much as this many of them.
 PAGE_ENTRIES = 1 << 4
 # Finding out whether one rank of many that share the sequence has anything of a page takes 35 us.
 LOOK_ENTRIES = 40

@@ -2,7 +2,7 @@
 
 1. A `GroupPair` is all transfers between two groups that cut the sequence alike: a request is checked and cut once for them.
 2. `cut` divides token indices at the pages of both sides. Stretches that overlap alike are a `PageRange`: a strided slice of both tables.
-3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page`: their copies differ
+3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page` per length: their copies differ
    between requests by page ids only. Pages are computed at first use and kept (`pattern_cache`).
 4. `GroupPair.copies` looks up the page ids of every page range: here block tables become `PagedCopies`.
 """
@@ -195,7 +195,7 @@ class GroupPair:
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[OverlapPage, ...]:
         together: dict[tuple[int, ...], list[Pattern]] = {}
         budget = RequestBudget()  # of its own: what is kept for the next request must not depend on this one
-        in_nests, made = 0, list[tuple[int, int, int, int, Page]]()
+        nests_in_all, made = 0, list[tuple[int, int, int, int, Page]]()
         for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
@@ -204,7 +204,7 @@ class GroupPair:
             pattern = transfer.pattern(page_range.overlap)
             nests = nest_entries(len(pattern.runs))
             budget.spend(0, nests)
-            in_nests += nests
+            nests_in_all += nests
             for src_step, dst_step, runs in pattern.by_page():
                 together.setdefault((*ranks, src_step, dst_step, *strides), []).append(runs)
         counts = self.src.group.num_pages, self.dst.group.num_pages
@@ -215,7 +215,7 @@ class GroupPair:
                 columns = tuple(column.tobytes() for column in (src, dst))
                 content = src_rank, src_stride, dst_stride, *counts, page.run_bytes, page.recurs, *columns
                 made.append((src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page)))
-        each = PAGE_ENTRIES + -(-in_nests // max(1, len(made)))
+        each = PAGE_ENTRIES + -(-nests_in_all // max(1, len(made)))
         return tuple(OverlapPage(*of, each + of[-1].num_entries) for of in made)
 
 
@@ -224,7 +224,7 @@ Entries = tuple[Int64s, Int64s, Int64s, Int64s]
 
 
 def _entries(found: Sequence[Pattern]) -> Entries:
-    """The runs of all fields in the source's order. Those that continue one another on both sides are one, as long as other ranks' are."""
+    """The runs of all fields in the source's order. Those that continue one another on both sides are joined, up to `MIN_JOINED_BYTES`."""
     src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
     dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
     length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])
@@ -240,7 +240,7 @@ def _entries(found: Sequence[Pattern]) -> Entries:
 
 
 def _by_length(src: Int64s, dst: Int64s, length: Int64s, region: Int64s) -> Iterator[Entries]:
-    """The entries of each length, of which a page is made."""
+    """The entries, parted by length: those of one length are a page."""
     order = np.argsort(length, kind="stable")
     src, dst, length, region = src[order], dst[order], length[order], region[order]
     edges = [0, *(1 + np.flatnonzero(length[1:] != length[:-1])).tolist(), len(length)]

@@ -42,9 +42,6 @@ class Used(NamedTuple):
 
     def ids(self) -> Int64s:
         """The page ids, each entry's once."""
-        if len(self.ranges) == 1:
-            ((start, stop),) = self.ranges
-            return self.pages[start:stop]
         end, found = 0, []
         for start, stop in sorted(self.ranges):
             if stop > end:
