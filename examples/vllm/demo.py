@@ -91,10 +91,13 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(name: str, command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group that is stopped as it should be: engines that are killed leave shared memory behind."""
+    """A process group that is stopped as it should be: engines that are killed leave shared memory behind.
+
+    No session of its own: on two cores, engines in different sessions starve one another (docs/howto/troubleshooting.md).
+    """
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=sink, env=os.environ | environment, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=os.environ | environment, process_group=0
         )
     try:
         yield process

@@ -71,9 +71,11 @@ class HttpEngine:
                 server_command(self.spec, self.port),
                 env=variables,
                 cwd=self.folder,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # A group, no session: in sessions of their own, engines on two cores starve one another (docs/howto/troubleshooting.md).
+                process_group=0,
             )
         try:
             self._await_ready(started)
