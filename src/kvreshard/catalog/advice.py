@@ -67,9 +67,13 @@ def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator
         for what, number, may_be_replicated in _sharded(layer.kind):
             divides = number % spec.tp == 0 or (may_be_replicated and spec.tp % number == 0)
             if not divides:
-                yield f"tp={spec.tp} and the {counted(number, what)} of '{_family(layer)}' layers do not divide one another"
+                whose = f"the {counted(number, what)} of '{_family(layer)}' layers"
+                if may_be_replicated:
+                    yield f"tp={spec.tp} and {whose} do not divide one another; use a divisor or a multiple of {number}"
+                else:
+                    yield f"tp={spec.tp} does not divide {whose}; use a divisor"
         if isinstance(layer.kind, Mamba2) and layer.kind.num_groups % spec.tp and layer.kind.num_groups != 1:
-            yield f"tp={spec.tp} does not divide the {layer.kind.num_groups} groups of Mamba-2 layers, and they are not one"
+            yield f"tp={spec.tp} does not divide the {layer.kind.num_groups} groups of Mamba-2 layers; use a divisor"
 
 
 def _sharded(kind: Kind) -> tuple[tuple[str, int, bool], ...]:

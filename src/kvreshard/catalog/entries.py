@@ -153,7 +153,9 @@ def _unknown(what: str, model: str, path: Path) -> LayoutError:
     near = difflib.get_close_matches(name, MODELS, 1, 0.5)
     text = f"{what} '{escaped(model, MAX_SHOWN)}' is not known, nor is there a file '{escaped(path, MAX_SHOWN)}'"
     if near:
-        return LayoutError(f"{text}; did you mean '{near[0]}'? `kvreshard models` lists all")
+        return LayoutError(
+            f"{text}; did you mean '{near[0]}'? `kvreshard models` lists all; for others give the path of a config.json"
+        )
     return LayoutError(f"{text}; give the path of a config.json, or one of {', '.join(MODELS)}")
 
 

@@ -17,10 +17,14 @@ from kvreshard.cli.output import bytes_text, write_encoded, write_json
 from kvreshard.model import KvReshardError, wire
 from kvreshard.model.text import counted
 
+USUAL_ENGINE = parse_engine("tp=1")
+
 
 def describe(
     model: Annotated[str, model_option()],
-    engine: Annotated[EngineSpec, engine_option("Engine, as in tp=4,pp=2,page=16,order=HND.")] = parse_engine("tp=1"),  # noqa: B008 (frozen)
+    engine: Annotated[
+        EngineSpec, engine_option("--engine", "Engine, as in tp=4,pp=2,page=16,order=HND.")
+    ] = USUAL_ENGINE,
     name: Annotated[str, typer.Option(help="What messages call this engine.")] = "engine",
     draft: Draft = None,
     pages: Pages = None,

@@ -84,8 +84,12 @@ def doctor(
     ] = None,
     model: Annotated[str | None, model_option("This side's model: id of the catalog, or a config.json.")] = None,
     draft: Annotated[str | None, model_option("Model of this side's draft, where it has one: id or path.")] = None,
-    decode: Annotated[EngineSpec | None, engine_option("This side decodes, as in tp=8; the peer prefills.")] = None,
-    prefill: Annotated[EngineSpec | None, engine_option("This side prefills, as in tp=4; the peer decodes.")] = None,
+    decode: Annotated[
+        EngineSpec | None, engine_option("--decode", "This side decodes, as in tp=8; the peer prefills.")
+    ] = None,
+    prefill: Annotated[
+        EngineSpec | None, engine_option("--prefill", "This side prefills, as in tp=4; the peer decodes.")
+    ] = None,
     key: Annotated[Path | None, typer.Option(help="This side's .key_secret file, for engines that want keys.")] = None,
     trusted: Annotated[Path | None, typer.Option(help="Directory of .key files to trust besides.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to be free here.")] = None,

@@ -55,14 +55,17 @@ def model_option(help_text: str = "Id of the catalog, or path of a config.json."
     return typer.Option(help=help_text, autocompletion=complete_model)
 
 
-def engine_option(help_text: str) -> Any:
-    """An option that takes an engine, as a text for `parse_engine`."""
-    return typer.Option(help=help_text, autocompletion=complete_engine, parser=_read_engine, metavar="ENGINE")
+def engine_option(name: str, help_text: str) -> Any:
+    """An option that takes an engine, as a text for `parse_engine`. Every error names the option."""
 
+    def read(given: str | EngineSpec) -> EngineSpec:
+        """Typer parses what an option is by default, too."""
+        try:
+            return given if isinstance(given, EngineSpec) else parse_engine(given)
+        except KvReshardError as error:
+            raise type(error)(f"{name}: {error}") from None
 
-def _read_engine(given: str | EngineSpec) -> EngineSpec:
-    """Typer parses what an option is by default, too."""
-    return given if isinstance(given, EngineSpec) else parse_engine(given)
+    return typer.Option(name, help=help_text, autocompletion=complete_engine, parser=read, metavar="ENGINE")
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

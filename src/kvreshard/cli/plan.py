@@ -49,7 +49,7 @@ from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.totals import count_totals
 from kvreshard.model import BindError
 from kvreshard.model.tables import Request
-from kvreshard.model.text import counted
+from kvreshard.model.text import MAX_NAME, counted, escaped
 from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.explain import explain
@@ -70,8 +70,10 @@ def plan(
         typer.Argument(help="Two layout files of `kvreshard describe`: prefill, then decode.", show_default=False),
     ] = None,
     model: Annotated[str | None, model_option()] = None,
-    prefill: Annotated[EngineSpec | None, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = None,
-    decode: Annotated[EngineSpec | None, engine_option("Decode engine, as in tp=8,order=HND.")] = None,
+    prefill: Annotated[
+        EngineSpec | None, engine_option("--prefill", "Prefill engine, as in tp=4,pp=2,page=16.")
+    ] = None,
+    decode: Annotated[EngineSpec | None, engine_option("--decode", "Decode engine, as in tp=8,order=HND.")] = None,
     prefill_layout: LayoutFile = None,
     decode_layout: LayoutFile = None,
     draft: Draft = None,
@@ -109,8 +111,10 @@ def plan(
     """Show who reads what from whom between two engines, or exactly which bytes a request copies."""
     _check_options(copies, fills, in_words, page_file, tables, tokens, hit)
     if layouts and (len(layouts) != 2 or prefill_layout or decode_layout):
+        shown = ", ".join(f"'{escaped(path, MAX_NAME)}'" for path in layouts[:3]) + (", ..." if layouts[3:] else "")
         raise InputError(
-            f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them, or one with --prefill-layout or --decode-layout"
+            f"arguments: {shown}, taken as {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them, or one "
+            "with --prefill-layout or --decode-layout. Engines of a model go with --model, --prefill and --decode"
         )
     files = layouts or (prefill_layout, decode_layout)
     most = max(tokens or USUAL_TOKENS, LARGEST_TOKENS if page_file else 0)

@@ -119,11 +119,16 @@ def row(url: str, window: Window) -> tuple[str, ...]:
         _text(window.quantile("wait_seconds", 0.99), seconds_text),
         f"{now.total('loads_waiting'):,.0f}",
         f"{now.total('loads_in_flight'):,.0f}",
-        f"{held / pool:.0%}" if pool else "",
+        _share_text(held / pool) if pool else "",
         f"{pool:,.0f}",
         f"{now.total('peers'):,.0f}",
         state(window),
     )
+
+
+def _share_text(share: float) -> str:
+    """Some is not shown as none."""
+    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 
 def state(window: Window) -> str:

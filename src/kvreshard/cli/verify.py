@@ -64,6 +64,7 @@ EXIT_WRONG = 1
 # Further wrong places say the same again.
 MAX_FINDINGS = 8
 RANKS_PER_CORE = 8
+USUAL_PREFILL, USUAL_DECODE = parse_engine("tp=4"), parse_engine("tp=8")
 
 
 class VerifyError(KvReshardError):
@@ -72,8 +73,10 @@ class VerifyError(KvReshardError):
 
 def verify(
     model: Annotated[str, model_option()] = "gemma-4-26b-a4b",
-    prefill: Annotated[EngineSpec, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = parse_engine("tp=4"),  # noqa: B008 (frozen)
-    decode: Annotated[EngineSpec, engine_option("Decode engine, as in tp=8,order=HND.")] = parse_engine("tp=8"),  # noqa: B008 (frozen)
+    prefill: Annotated[
+        EngineSpec, engine_option("--prefill", "Prefill engine, as in tp=4,pp=2,page=16.")
+    ] = USUAL_PREFILL,
+    decode: Annotated[EngineSpec, engine_option("--decode", "Decode engine, as in tp=8,order=HND.")] = USUAL_DECODE,
     requests: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 512,
     layers: Annotated[
@@ -99,6 +102,10 @@ def verify(
         raise InputError(f"--device {device} with --transport memory, which copies host memory only; drop one of them")
     found = load(model, draft)
     fitted = fit(found, prefill, decode, requests, tokens, layers)
+    if layers is not None and fitted.num_layers != layers:
+        tell(
+            f"note: {fitted.num_layers} layers are taken, not {layers}: each sort of layer is among them at least once"
+        )
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
     check_room(fitted, num_ranks if transport == "nixl" else 0)
     if transport == "nixl" and not yes:

@@ -79,7 +79,9 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
             ) from error
         raise KvReshardError(f"there is a key {name!r} in {directory} already; choose another name") from error
     except OSError as error:
-        raise KvReshardError(f"cannot write keys to {directory}: {error}") from error
+        raise KvReshardError(
+            f"cannot write keys to {directory}: {error.strerror}; name a directory that you may write to"
+        ) from error
     return public_file, secret_file
 
 

@@ -254,7 +254,7 @@ def test_a_second_draft_is_refused_by_that() -> None:
         ("gemma-4-26b-a4b", "tp=1,order=BHLNC", "layers have pages of 2 sizes"),
         ("nemotron-3-nano-30b-a3b", "tp=4,order=BHLNC", "layers have pages of other heads or tokens"),
         ("gemma-4-26b-a4b", "tp=1,page.full=8", "vLLM has no such option"),
-        ("jamba-1.5-mini", "tp=3", "tp=3 and the 8,192 channels"),
+        ("jamba-1.5-mini", "tp=3", "tp=3 does not divide the 8,192 channels"),
         ("qwen3.5", "tp=5", "the 48 value heads"),
         ("llama-3.1-8b", "tp=1,pp=33", "a pipeline stage has none"),
         ("llama-3.1-8b", "tp=1,page=7", "page=7: attention over heads needs a multiple of 16 tokens"),

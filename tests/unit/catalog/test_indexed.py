@@ -139,7 +139,7 @@ def test_their_caches_are_told_in_one_line() -> None:
 
 
 def test_more_ranks_than_heads_of_a_convolution_do_not_start() -> None:
-    told = "tp=16 and the 8 KV heads of 'window' layers do not divide one another"
+    told = "tp=16 does not divide the 8 KV heads of 'window' layers; use a divisor"
     assert told in warnings(read_model("m", INKLING), EngineSpec(tp=16))
     assert not warnings(read_model("m", INKLING), EngineSpec(tp=8))
 

@@ -22,7 +22,9 @@ BAD = [
     (["plan", *LLAMA, "--prefill", "tp=4"], "the decode engine is missing"),
     (["plan", "--prefill", "tp=4", "--decode", "tp=2"], "needs a model"),
     (["plan", *LLAMA, "--prefill", "tq=4", "--decode", "tp=2"], "did you mean 'tp'?"),
-    (["plan", *LLAMA, "--prefill", "tp=0", "--decode", "tp=2"], "engine option 'tp': 0"),
+    (["plan", *LLAMA, "--prefill", "tp=0", "--decode", "tp=2"], "--prefill: engine option 'tp': 0"),
+    (["plan", *LLAMA, "--prefill", "tp=2", "--decode", "tp=0"], "--decode: engine option 'tp': 0"),
+    (["doctor", "--decode", "tp=-1"], "--decode: engine option 'tp': -1"),
     (["plan", *LLAMA, "--prefill", "tp=1,page=0", "--decode", "tp=2"], "engine option 'page': 0"),
     (
         ["plan", *LLAMA, "--prefill", "tp=1,order=HDN", "--decode", "tp=2"],
@@ -37,11 +39,16 @@ BAD = [
         "write dcp=4 too, or leave pcp out",
     ),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--way", "fast"], "'fast' is not one of"),
-    (["plan", "a.json"], "arguments: 1 layout file; give two, prefill then decode"),
+    (["plan", "a.json"], "arguments: 'a.json', taken as 1 layout file; give two, prefill then decode"),
+    (["plan", "llama-3.1-8b", "tp=1", "tp=2"], "Engines of a model go with --model, --prefill and --decode"),
+    (["plan", "a", "b", "c", "d"], "'a', 'b', 'c', ..., taken as 4 layout files"),
     (["plan", "a.json", "b.json"], "layout file 'a.json' cannot be read: No such file"),
     (["describe"], "Missing option '--model'"),
     (["describe", "--model", "lama-3.1-8b"], "did you mean 'llama-3.1-8b'"),
-    (["describe", "--model", "Llama-3.1-8B"], "did you mean 'llama-3.1-8b'? `kvreshard models` lists all"),
+    (
+        ["describe", "--model", "Llama-3.1-8B"],
+        "`kvreshard models` lists all; for others give the path of a config.json",
+    ),
     (["describe", "--model", "meta-llama/Llama-3.1-8B-Instruct"], "did you mean 'llama-3.1-8b'?"),
     (["describe", "--model", "zzz"], "give the path of a config.json, or one of llama-3.1-8b, "),
     (["plan", *LLAMA, "--prefill", "tp=2,\x1b[31mfoo=3", "--decode", "tp=2"], "option '\\x1b[31mfoo' (value '3')"),
@@ -245,4 +252,4 @@ def test_an_interrupt_during_the_imports_is_told_like_a_later_one() -> None:
 def test_the_console_script_is_this_app() -> None:
     done = start("plan", *LLAMA, "--prefill", "tp=x", "--decode", "tp=1")
     out, err = done.communicate(timeout=60)
-    assert (out, err, done.returncode) == ("", "error: engine option 'tp': 'x' is not a whole number\n", 2)
+    assert (out, err, done.returncode) == ("", "error: --prefill: engine option 'tp': 'x' is not a whole number\n", 2)

@@ -231,8 +231,8 @@ def test_this_side_is_warned_of_as_by_plan(run: Run, serve: Serve) -> None:
     told = [(line["status"], line["text"]) for line in found["lines"] if line["check"] == "this side"]
     assert [text.removeprefix("vLLM 0.32 would not run engine 'decode': tp=3 ") for _, text in told] == [
         "does not divide the 32 query heads; use a divisor",
-        "and the 8 KV heads of 'full' layers do not divide one another",
-        "and the 8 KV heads of 'draft full' layers do not divide one another",
+        "and the 8 KV heads of 'full' layers do not divide one another; use a divisor or a multiple of 8",
+        "and the 8 KV heads of 'draft full' layers do not divide one another; use a divisor or a multiple of 8",
     ]
     assert {status for status, _ in told} == {"warning"}
 

@@ -32,6 +32,7 @@ def test_files_that_are_not_what_they_should_be_are_called_what_they_are(run, tm
         (["doctor", "--peer", "a:1", "--key", tmp_path / "none"], "there is no key file"),
         # No stat of them answers yes or no, as of paths in a directory of somebody else.
         (["keys", tmp_path / LONG], "cannot write keys to"),
+        (["keys", "/proc/keys-of-mine"], "No such file or directory; name a directory that you may write to"),
         (["doctor", "--peer", "a:1", "--key", tmp_path / LONG], "cannot read a key from"),
         (
             ["doctor", "--peer", "a:1", "--key", secret, "--trusted", tmp_path / LONG],

@@ -81,6 +81,14 @@ def test_rates_quantiles_and_gauges_are_those_between_two_readings() -> None:
     json.dumps(found)
 
 
+def test_a_few_blocks_of_a_large_pool_are_not_shown_as_none() -> None:
+    engine = Engine()
+    engine.gauges["pool_blocks"].labels("m", "0").set(10_000)
+    for held, shown in ((0, "0%"), (1, "<1%"), (99, "<1%"), (100, "1%"), (10_000, "100%")):
+        engine.gauges["blocks_held"].labels("m", "0").set(held)
+        assert shown in row("http://e:8000/metrics", Window(engine.reading(0.0), engine.reading(1.0)))
+
+
 def test_what_is_wrong_is_said_at_once() -> None:
     engine = Engine()
     engine.checks.labels("m", "0", "equal").inc()

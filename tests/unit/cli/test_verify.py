@@ -47,6 +47,13 @@ def test_a_right_transfer_is_called_right(run) -> None:
     assert result.stderr == ("verifying gemma-4-26b-a4b: tp=1 -> tp=2, 3 ranks with 29.2 MiB of pages together\n")
 
 
+def test_layers_that_cannot_be_so_few_are_told(run) -> None:
+    hybrid = ("verify", "--model", "nemotron-3-nano-30b-a3b", "--prefill", "tp=1", "--decode", "tp=2", "--tokens", "70")
+    result = run(*hybrid, "--transport", "memory", "--layers", "1")
+    assert "note: 2 layers are taken, not 1: each sort of layer is among them at least once" in result.stderr
+    assert "note:" not in run(*hybrid, "--transport", "memory", "--layers", "2").stderr
+
+
 @pytest.mark.parametrize("options", [["--push"], ["--way", "direct"], ["--way", "staged"]], ids=" ".join)
 def test_every_way_passes_and_moves_the_same(run, options: list[str]) -> None:
     document = json.loads(run(*SMALL, *options, "--json").stdout)

@@ -12,7 +12,7 @@ LLAMA = ("--model", "llama-3.1-8b")
 ODD = ("--prefill", "tp=3", "--decode", "tp=8,page=7")
 TOLD = [
     "vLLM 0.32 would not run engine 'prefill': tp=3 does not divide the 32 query heads; use a divisor",
-    "vLLM 0.32 would not run engine 'prefill': tp=3 and the 8 KV heads of 'full' layers do not divide one another",
+    "vLLM 0.32 would not run engine 'prefill': tp=3 and the 8 KV heads of 'full' layers do not divide one another; use a divisor or a multiple of 8",
     "vLLM 0.32 would not run engine 'decode': page=7: attention over heads needs a multiple of 16 tokens",
 ]
 QUICK = ("--transport", "memory", "--tokens", "40", "--requests", "1", "--layers", "1")
