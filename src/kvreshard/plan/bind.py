@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -44,42 +46,74 @@ MAX_JOINED_BYTES = 1 << 20
 SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few copies for any share below it
 
 
-class AlignedPages(msgspec.Struct, frozen=True, eq=False):
-    """Pages from one source rank whose entries lie alike.
+class FirstEntries(msgspec.Struct, frozen=True, eq=False):
+    """The first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,).
 
-    Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joins`: which but the first
-    continue the one before on both sides; then all entries do. `order`: of the pairs as they were found, None where that is the source's.
+    `joins`: which but the first continue the one before on both sides; then all entries do. `order`: of the pairs as they were found, None
+    where that is the source's.
     """
 
-    found: Sequence[PagedCopies]
     src: Int64s
     dst: Int64s
     length: Int64s
     joins: NDArray[np.bool_]
-    order: NDArray[np.intp] | None = None
+    order: NDArray[np.intp] | None
+
+
+@dataclass(frozen=True, eq=False)
+class AlignedPages:
+    """Pages from one source rank whose entries lie alike."""
+
+    found: Sequence[PagedCopies]
 
     @property
     def num_entries(self) -> int:
         return self.found[0].page.num_entries
 
-    @property
-    def joined(self) -> int:
-        """How many copies of an entry continue the one before."""
-        return int(np.count_nonzero(self.joins))
+    @cached_property
+    def num_pages(self) -> int:
+        """Pairs of pages."""
+        return sum(len(one.src_page) for one in self.found)
+
+    @cached_property
+    def num_joined(self) -> int:
+        """How many copies of an entry continue the one before, and are joined with it: long ones are not."""
+        if self.num_pages < 2 or min(one.page.run_bytes for one in self.found) >= max_joined_bytes(self.num_bytes):
+            return 0
+        return int(np.count_nonzero(self.first_entries.joins))
 
     @property
     def num_copies(self) -> int:
         """When neighbours are joined."""
-        return self.num_entries * (len(self.src) - self.joined)
+        return self.num_entries * (self.num_pages - self.num_joined)
 
     @property
     def num_bytes(self) -> int:
         return sum(one.num_bytes for one in self.found)
 
+    @cached_property
+    def first_entries(self) -> FirstEntries:
+        """See there."""
+        found = self.found
+        columns = np.array([one.page.first_entry for one in found]).T
+        src_start, src_stride, dst_start, dst_stride, length = np.repeat(
+            columns, [len(one.src_page) for one in found], axis=1
+        )
+        src = joined([one.src_page for one in found]) * src_stride
+        src += src_start
+        dst = joined([one.dst_page for one in found]) * dst_stride
+        dst += dst_start
+        order = _source_order(src)
+        if order is not None:
+            src, dst, length = src[order], dst[order], length[order]
+        return FirstEntries(src, dst, length, continues(src, dst, length), order)
+
     def copies(self, min_paged: int, budget: RequestBudget) -> Iterator[Copies]:
-        """Pages stay pages from `min_paged` copies on, unless most of them join. Raises BindError before it lists more than the budget has."""
+        """Neighbours that join are listed where they are most, or all are fewer than `min_paged`; else pages stay pages from `min_paged` copies
+        on. Raises BindError before it lists more than the budget has.
+        """
         num_copies = self.num_copies
-        if num_copies < min_paged or self.joined > MAX_JOINED * len(self.src):
+        if self.num_joined and (num_copies < min_paged or self.num_joined > MAX_JOINED * self.num_pages):
             budget.spend_listed(num_copies)
             yield self.listed()
             return
@@ -92,28 +126,27 @@ class AlignedPages(msgspec.Struct, frozen=True, eq=False):
 
     def listed(self, max_bytes: int | None = None) -> CopyList:
         """Every copy, neighbours joined. `max_bytes`: as in `coalesce`; None: so that a transport's threads have enough to share."""
-        first = self.found[0]
-        src, dst, length = self.src, self.dst, self.length
-        if self.joined:
-            most = max_joined_bytes(self.num_entries * int(length.sum())) if max_bytes is None else max_bytes
-            src, dst, length = coalesce(src, dst, length, max_bytes=most, joins=self.joins)
-        page = first.page
+        one, page, firsts = self.found[0], self.found[0].page, self.first_entries
+        most = max_joined_bytes(self.num_bytes) if max_bytes is None else max_bytes
+        src, dst, length = coalesce(firsts.src, firsts.dst, firsts.length, max_bytes=most, joins=firsts.joins)
         return CopyList(
-            first.src_rank,
-            first.dst_rank,
+            one.src_rank,
+            one.dst_rank,
             ((page.src_start - page.src_start[0])[:, None] + src).reshape(-1),
             ((page.dst_start - page.dst_start[0])[:, None] + dst).reshape(-1),
             (np.zeros((page.num_entries, 1), dtype=np.int64) + length).reshape(-1),
         )
 
     def _by_page(self) -> Iterator[PagedCopies]:
-        """The pairs of each page together, in the source's order: NIXL joins neighbours."""
+        """The pairs of each page together; where there are neighbours in the source's order, since NIXL joins them."""
         members: defaultdict[Page, list[PagedCopies]] = defaultdict(list)
         for one in self.found:
             members[one.page].append(one)
         for page, same in members.items():
             src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
-            order = self.order if len(members) == 1 else _source_order(src)
+            order = None
+            if self.num_joined:
+                order = self.first_entries.order if len(members) == 1 else _source_order(src)
             if order is not None:
                 src, dst = src[order], dst[order]
             yield PagedCopies(same[0].src_rank, same[0].dst_rank, page, src, dst)
@@ -138,22 +171,7 @@ def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:
     together: defaultdict[object, list[PagedCopies]] = defaultdict(list)
     for one in bound:
         together[one.src_rank, one.page.shape].append(one)
-    return [_aligned(found) for found in together.values()]
-
-
-def _aligned(found: Sequence[PagedCopies]) -> AlignedPages:
-    first_entries = np.array([one.page.first_entry for one in found]).T
-    src_start, src_stride, dst_start, dst_stride, length = np.repeat(
-        first_entries, [len(one.src_page) for one in found], axis=1
-    )
-    src = joined([one.src_page for one in found]) * src_stride
-    src += src_start
-    dst = joined([one.dst_page for one in found]) * dst_stride
-    dst += dst_start
-    order = _source_order(src)
-    if order is not None:
-        src, dst, length = src[order], dst[order], length[order]
-    return AlignedPages(found, src, dst, length, continues(src, dst, length), order)
+    return [AlignedPages(found) for found in together.values()]
 
 
 def _source_order(src: Int64s) -> NDArray[np.intp] | None:

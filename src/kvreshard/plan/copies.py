@@ -140,10 +140,10 @@ class PagedCopies(msgspec.Struct, frozen=True, eq=False):
                 yield self._listed(slice(entry, entry + entries_each), slice(low, low + most))
 
     def _listed(self, entries: slice, pages: slice) -> CopyList:
-        page, src_page = self.page, self.src_page[pages]
-        src = page.src_start[entries, None] + src_page * page.src_stride
-        dst = page.dst_start[entries, None] + self.dst_page[pages] * page.dst_stride
-        return CopyList.of(src.reshape(-1), dst.reshape(-1), page.run_bytes, self.src_rank, self.dst_rank)
+        page = self.page
+        src = (page.src_start[entries, None] + self.src_page[pages] * page.src_stride).reshape(-1)
+        dst = (page.dst_start[entries, None] + self.dst_page[pages] * page.dst_stride).reshape(-1)
+        return CopyList(self.src_rank, self.dst_rank, src, dst, np.full(len(src), page.run_bytes))
 
 
 Copies = CopyList | PagedCopies

@@ -99,6 +99,21 @@ def test_neighbouring_pages_are_joined() -> None:
     assert all(isinstance(one, CopyList) for one in lists)
 
 
+def test_long_neighbours_are_not_joined_and_stay_pages() -> None:
+    src, dst = pair("tp=1,order=HND,page=256", "tp=1,order=HND,page=256")
+    pages = np.arange(1, 9)
+    route, request = compile_route(src, dst, 0), make_request(src, dst, pages, pages)
+    (aligned, _) = group_aligned(
+        [one for each in route.pairs for one in each.copies(each.page_ranges(request), each.transfers)]
+    )
+    # 7 whole pages of 1 MiB for each of 32 layers: as long as a joined copy may be.
+    assert (aligned.num_pages, aligned.num_joined, aligned.num_copies) == (7, 0, 7 * 32)
+    found = plan_reads(route, request, min_paged=7 * 32).direct
+    assert [type(one) for one in found] == [PagedCopies, CopyList]  # of the last page only a part
+    assert found[0].num_copies == 7 * 32
+    assert rows([one.flat() for one in found]) == rows(list(bind(route, request)))
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "most_bytes"),
     [
