@@ -64,6 +64,7 @@ TABLES = {"latent": kv.PageTable([1], num_tokens=3)}
 REQUEST = kv.Request(TABLES, TABLES, {"latent": [(0, 3)]}, {"latent": np.array([1])})
 
 ROUTE = kv.compile_routes(LAYOUT, LAYOUT)[0]
+ELSEWHERE = kv.relocate(LAYOUT, {0: {"kv": 1 << 41}})
 MOVER = kv.Mover(kv.MemoryTransport(kv.Fabric()), kv.HostMemory(), {})
 OTHER = kv.describe(kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1"), "other", num_pages=4)
 
@@ -113,6 +114,15 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.push(MOVER, ROUTE, REQUEST, 0), "routes is of type Route, and must be Iterable"),
     (lambda: kv.push(MOVER, [ROUTE], REQUEST, 99), "99 is no source rank of these routes, whose source ranks are 0"),
     (lambda: kv.pull(MOVER, ROUTE, REQUEST, OTHER), "the route ends at engine 'engine', and the layout is that of engine 'other'"),
+    (lambda: kv.pull(MOVER, ROUTE, REQUEST, ELSEWHERE), "lies at 0x20000000000 in the layout, and the route writes it at 0x10000000000; give"),
+    (lambda: kv.pull(None, ROUTE, REQUEST, LAYOUT), "a mover is of type NoneType, and must be Mover"),
+    (lambda: kv.pull(MOVER, ROUTE, REQUEST, None), "the destination's layout is of type NoneType, and must be EngineLayout"),
+    (lambda: kv.push(MOVER.transport, [ROUTE], REQUEST, 0), "a mover is of type MemoryTransport, and must be Mover"),
+    (lambda: kv.push(MOVER, [ROUTE], REQUEST, [0]), "the source rank is [0], and must be a whole number"),
+    (lambda: kv.Mover(MOVER.transport, MOVER.memory, {}, 30.0), "the staging of a mover is of type float, and must be Staging"),
+    (lambda: kv.Mover(MOVER.transport, MOVER.memory, {}, timeout_s="1"), "timeout_s of a mover is of type str, and must be Real"),
+    (lambda: kv.Mover(MOVER.transport, MOVER.memory, {}, timeout_s=float("nan")), "timeout_s of a mover is nan, and must be from 0 to"),
+    (lambda: kv.Mover(MOVER.transport, MOVER.memory, {}, clock=1.0), "the clock of a mover is of type float"),
     (lambda: kv.pull(MOVER, ROUTE, REQUEST, LAYOUT, "done"), "a report is of type str, and must be bytes"),
     (lambda: kv.compile_routes(LAYOUT, LAYOUT, 0), "the ranks is of type int, and must be Iterable"),
     (lambda: kv.relocate(LAYOUT, [1]), "the addresses is of type list, and must be Mapping"),

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 import numpy as np
 from msgspec.structs import replace
@@ -121,6 +122,17 @@ class Mover:
                     f"the {what} of a mover is of type {type(part).__name__}; write Mover(transport, memory, peers)"
                 )
         expect(self.peers, Mapping, "the peers of a mover", "rank of the other engine -> the name given to `add_peer`")
+        if self.staging is not None:
+            expect(self.staging, Staging, "the staging of a mover", "a registered buffer, or None")
+        expect(self.timeout_s, Real, "timeout_s of a mover", "seconds")
+        if not 0 <= self.timeout_s <= threading.TIMEOUT_MAX:
+            raise UsageError(
+                f"timeout_s of a mover is {self.timeout_s}, and must be from 0 to {threading.TIMEOUT_MAX:.0f} seconds"
+            )
+        if not callable(self.clock):
+            raise UsageError(
+                f"the clock of a mover is of type {type(self.clock).__name__}, and must be a function that returns seconds"
+            )
 
     def post(self, direction: Direction, copies: Copies) -> Transfer:
         """Post copies to the peer that they name. Raises TransportError."""
