@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvreshard.model.expect import expect, expect_whole
-from kvreshard.plan.copies import Copies
+from kvreshard.plan.copies import Copies, CopyList, PagedCopies
 
 # A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
 MAX_NOTIFICATION_BYTES = 64 * 1024
@@ -72,6 +72,8 @@ class MemoryRegion:
         if not (type(self.address) is type(self.size_bytes) is int):
             expect_whole(self.address, "the address of a region")
             expect_whole(self.size_bytes, "the size of a region")
+            for name in ("address", "size_bytes"):  # NumPy's may be of a few bits, and wrap around
+                object.__setattr__(self, name, int(getattr(self, name)))
         expect(self.device, str, "the device of a region", "as in 'cpu' or 'cuda:0'")
         if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > ADDRESS_SPACE_BYTES:
             raise TransportError(
@@ -262,8 +264,17 @@ class Transport(Protocol):
         """Settle or fail what is pending, forget peers, deregister. A second call does nothing. All else raises."""
 
 
+def check_post(direction: Direction, copies: Copies, notify: bytes | None) -> None:
+    """Raises UsageError for values of other types: a direction that is none would write where its caller meant to read."""
+    expect(direction, Direction, "the direction of a transfer", "Direction.READ or Direction.WRITE")
+    expect(copies, (CopyList, PagedCopies), "the copies of a transfer", "what `kvreshard.bind` returns, one at a time")
+    if notify is not None:
+        check_payload(notify)
+
+
 def check_payload(payload: bytes) -> bytes:
-    """Return the payload, or raise `TransportError` if it is larger than `MAX_NOTIFICATION_BYTES`."""
+    """Return the payload. Raises UsageError unless it is bytes, TransportError if there are more than `MAX_NOTIFICATION_BYTES`."""
+    expect(payload, bytes, "a notification", "bytes, as in b'done'")
     if len(payload) > MAX_NOTIFICATION_BYTES:
         raise TransportError(
             f"notification of {len(payload)} bytes; the limit is {MAX_NOTIFICATION_BYTES}: send a name of the data"
@@ -271,13 +282,21 @@ def check_payload(payload: bytes) -> bytes:
     return payload
 
 
-def checked_regions(regions: Iterable[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+def checked_regions(regions: Iterable[MemoryRegion], use: str = "register") -> tuple[MemoryRegion, ...]:
     """Raises UsageError unless they are regions."""
-    expect(regions, Iterable, "regions to register", "[MemoryRegion(address, size_bytes), ...]")
+    expect(regions, Iterable, f"regions to {use}", "[MemoryRegion(address, size_bytes), ...]")
     found = tuple(regions)
     for region in found:
         expect(region, MemoryRegion, "a region", "MemoryRegion(address, size_bytes)")
     return found
+
+
+def checked_peers(peers: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Raises UsageError unless they are names with metadata."""
+    expect(peers, Mapping, "peers to add", "name of a peer -> what `metadata()` of its transport returns")
+    for name in peers:
+        expect(name, str, "the name of a peer", "a name of your choice, as in 'prefill-0'")
+    return peers
 
 
 # Errors that all transports word alike.

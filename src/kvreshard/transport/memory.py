@@ -27,6 +27,8 @@ from kvreshard.transport.base import (
     TransportError,
     check_new_peers,
     check_payload,
+    check_post,
+    checked_peers,
     checked_regions,
     closed_transport,
     unknown_peer,
@@ -86,6 +88,7 @@ class MemoryTransport:
 
     def deregister(self, regions: Iterable[MemoryRegion]) -> None:
         """See `Transport.deregister`."""
+        regions = checked_regions(regions, "deregister")
         with self._open() as table:
             self.table = table.minus(regions)
 
@@ -96,11 +99,12 @@ class MemoryTransport:
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See `Transport.add_peer`."""
+        expect(name, str, "the name of a peer", "a name of your choice, as in 'prefill-0'")
         self.add_peers({name: metadata})
 
     def add_peers(self, peers: Mapping[str, bytes]) -> None:
         """See `Transport.add_peers`."""
-        fresh = {name: decode_metadata("memory", metadata) for name, metadata in peers.items()}
+        fresh = {name: decode_metadata("memory", metadata) for name, metadata in checked_peers(peers).items()}
         with self._open():
             aliases = {own_name: name for name, (own_name, _) in self._peers.items()}
             check_new_peers(self._name, {name: peer.name for name, peer in fresh.items()}, self._peers, aliases)
@@ -119,8 +123,7 @@ class MemoryTransport:
         """See `Transport.post`."""
         with self._open() as table:
             target, remote_table = self._peer(peer)
-            if notify is not None:
-                check_payload(notify)
+            check_post(direction, copies, notify)
             if isinstance(copies, PagedCopies):
                 check_pages(copies)
             pages_or_list = copies.page if isinstance(copies, PagedCopies) else copies
@@ -202,7 +205,7 @@ class MemoryTransport:
     def _peer(self, name: str) -> tuple[str, RegionTable]:
         try:
             return self._peers[name]
-        except KeyError:
+        except (KeyError, TypeError):  # the latter for what can be no name
             raise unknown_peer(self._name, name, self._peers) from None
 
     @contextlib.contextmanager

@@ -36,6 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
+from kvreshard.model.expect import expect
 from kvreshard.plan.copies import Copies, CopyList, Page
 from kvreshard.transport.base import (
     Direction,
@@ -46,6 +47,8 @@ from kvreshard.transport.base import (
     TransportError,
     check_new_peers,
     check_payload,
+    check_post,
+    checked_peers,
     checked_regions,
     closed_transport,
     unknown_peer,
@@ -131,7 +134,7 @@ class NixlTransport:
 
     def deregister(self, regions: Iterable[MemoryRegion]) -> None:
         """See `Transport.deregister`."""
-        regions = tuple(regions)
+        regions = checked_regions(regions, "deregister")
         with self._admin:
             table = self._open_table().minus(regions)
             self._owner.call(lambda agent: agent.deregister(regions))
@@ -145,11 +148,12 @@ class NixlTransport:
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See `Transport.add_peer`."""
+        expect(name, str, "the name of a peer", "a name of your choice, as in 'prefill-0'")
         self.add_peers({name: metadata})
 
     def add_peers(self, peers: Mapping[str, bytes]) -> None:
         """See `Transport.add_peers`."""
-        found = {name: decode_metadata("nixl", metadata) for name, metadata in peers.items()}
+        found = {name: decode_metadata("nixl", metadata) for name, metadata in checked_peers(peers).items()}
         fresh = {name: (peer.name, peer.table()) for name, peer in found.items()}
         with self._admin:
             self._open_table()
@@ -170,8 +174,7 @@ class NixlTransport:
     def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`. Does not block on NIXL."""
         own_name, _ = self._peer(peer)
-        if notify is not None:
-            check_payload(notify)
+        check_post(direction, copies, notify)
         cursor = self._cursor(peer, direction, copies)
         transfer = Transfer(peer, direction, copies, self._clock)
         self._owner.post(SlicedTransfer(transfer, own_name, cursor, notify))
@@ -240,5 +243,5 @@ class NixlTransport:
         self._open_table()
         try:
             return self._peers[name]
-        except KeyError:
+        except (KeyError, TypeError):  # the latter for what can be no name
             raise unknown_peer(self._name, name, list(self._peers)) from None

@@ -1,9 +1,17 @@
 """Are regions and transfers checked once, at birth, with a refusal that says what to do?"""
 
-import pytest
+from collections.abc import Callable, Iterator
 
+import numpy as np
+import pytest
+from tests.unit.transport.fake_agent import FakeAgent
+
+from kvreshard.model import UsageError
 from kvreshard.plan.copies import CopyList
-from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
+from kvreshard.transport import nixl
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, Transport, TransportError
+from kvreshard.transport.memory import Fabric, MemoryTransport
+from kvreshard.transport.nixl import NixlTransport
 
 TOP = 2**63
 
@@ -23,6 +31,56 @@ TOP = 2**63
 def test_a_wrong_region_is_refused(address: int, size_bytes: int, device: str, message: str) -> None:
     with pytest.raises(TransportError, match=message):
         MemoryRegion(address, size_bytes, device)
+
+
+@pytest.mark.parametrize(
+    ("address", "size_bytes"),
+    [(np.int32(2**31 - 16), np.int32(32)), (np.uint64(2**40), np.int64(32)), (2**40, np.int8(32))],
+)
+def test_numbers_of_numpy_make_the_same_region(address: np.integer, size_bytes: np.integer) -> None:
+    """Those of few bits wrap around, and those of unlike types add up to a fraction."""
+    region = MemoryRegion(address, size_bytes)
+    assert region == MemoryRegion(int(address), int(size_bytes))
+    assert type(region.end) is int
+
+
+@pytest.fixture(params=["memory", "nixl"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+    """With the peer 'b'. No call here reaches NIXL's agent, but for the peer."""
+    monkeypatch.setattr(nixl, "NixlAgent", lambda name, options: FakeAgent())
+    fabric = Fabric()
+    found: list[Transport] = [
+        MemoryTransport(fabric, name) if request.param == "memory" else NixlTransport(name) for name in "ab"
+    ]
+    found[0].add_peer("b", found[1].metadata())
+    yield found[0]
+    for one in found:
+        one.close()
+
+
+COPIES = CopyList.of([0], [0], 8)
+WRONG: dict[str, Callable[[Transport], object]] = {
+    "the direction of a transfer is of type str, and must be Direction": lambda one: one.post("b", "read", COPIES),
+    "the copies of a transfer is of type list, and must be CopyList": lambda one: one.post(
+        "b", Direction.READ, [COPIES]
+    ),
+    "a notification is of type int": lambda one: one.post("b", Direction.READ, COPIES, 5),
+    "a notification is of type str, and must be bytes": lambda one: one.notify("b", "done"),
+    r"peer \[\] is unknown": lambda one: one.notify([], b"done"),
+    "peers to add is of type list, and must be Mapping": lambda one: one.add_peers(["c"]),
+    "the name of a peer is of type int, and must be str": lambda one: one.add_peers({5: b""}),
+    "the name of a peer is of type list": lambda one: one.add_peer([], b""),
+    "regions to deregister is of type MemoryRegion": lambda one: one.deregister(MemoryRegion(4, 4)),
+    "a region is of type int": lambda one: one.deregister([4]),
+}
+
+
+@pytest.mark.parametrize(("message", "use"), WRONG.items(), ids=WRONG)
+def test_values_of_other_types_are_refused(
+    transport: Transport, message: str, use: Callable[[Transport], object]
+) -> None:
+    with pytest.raises((UsageError, TransportError), match=message):
+        use(transport)
 
 
 def make_transfer(ticks: list[float]) -> Transfer:
