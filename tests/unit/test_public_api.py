@@ -164,6 +164,42 @@ def test_wrong_use_says_what_was_expected(use: Callable[[], object], told: str) 
     assert told in str(caught.value)
 
 
+SIZE_BYTES = LAYOUT.ranks[0].template.region_bytes[0]
+
+
+@pytest.mark.parametrize("pages", [[1], (1,), range(1, 2), np.array([1], np.int32)])
+def test_new_pages_are_whatever_lists_page_ids(pages: object) -> None:
+    before, source = np.full(SIZE_BYTES, 3, np.uint8), np.full(SIZE_BYTES, 7, np.uint8)
+    asked = kv.Request(TABLES, TABLES, {"latent": [(0, 3)]}, {"latent": pages})
+    after = kv.oracle_transfer(LAYOUT, LAYOUT, {(0, "kv"): source}, {(0, "kv"): before}, asked)[0, "kv"]
+    holes = kv.find_unwritten(LAYOUT, 0, asked, kv.bind(ROUTE, asked))
+    assert np.count_nonzero(after == 0) == int((holes.stop - holes.start).sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("src_memory", "src_tables", "asked", "told"),
+    [
+        (np.zeros(SIZE_BYTES), TABLES, {"latent": [(0, 3)]}, "in the source's memory is float64 of shape"),
+        (np.zeros(5, np.uint8), TABLES, {"latent": [(0, 3)]}, "in the source's memory is uint8 of shape (5,), and must be uint8 of shape"),
+        (None, TABLES, {}, "group 'latent': no token intervals; give an empty list"),
+        (None, {}, {"latent": [(0, 3)]}, "group 'latent' of engine 'engine': no block table is given"),
+        (None, {"latent": kv.PageTable([], 3)}, {"latent": [(0, 3)]}, "a token that is moved has no page in the block table, which has 0"),
+        (None, {"latent": kv.PageTable([-1], 3)}, {"latent": [(0, 3)]}, "there is page -1, but pool 'pages' has pages [0, 4)"),
+    ],
+)  # fmt: skip
+def test_the_oracle_refuses_what_is_not_there(
+    src_memory: np.ndarray | None,
+    src_tables: dict[str, kv.PageTable],
+    asked: dict[str, list[tuple[int, int]]],
+    told: str,
+) -> None:
+    memory = {(0, "kv"): np.zeros(SIZE_BYTES, np.uint8)}
+    source = memory if src_memory is None else {(0, "kv"): src_memory}
+    with pytest.raises(kv.KvReshardError) as caught:
+        kv.oracle_transfer(LAYOUT, LAYOUT, source, memory, kv.Request(src_tables, TABLES, asked, {}))
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize("whole", [np.int64, np.uint64, np.int32])
 def test_numbers_of_numpy_make_the_same_layout(whole: Callable[[int], int]) -> None:
     """Those of 32 bits would wrap around: a pool of 70,000 pages has 35 GB."""

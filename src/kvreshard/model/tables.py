@@ -61,6 +61,10 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
             raise BindError(
                 f"a block table holds {self.num_tokens} tokens from page {self.first_page}: must not be negative"
             )
+        if self.num_tokens > MAX_SIZE or self.first_page > MAX_SIZE:
+            raise BindError(
+                f"a block table holds more than {MAX_SIZE} tokens, or begins beyond that page; no engine does"
+            )
 
 
 Tokens = tuple[int, int]

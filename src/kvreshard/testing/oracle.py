@@ -6,7 +6,10 @@ was written before the planner and imports the model's nouns only, none of their
 
 1. The pages that were allocated for the request are zeroed, in full (their slabs).
 2. Every cell that the request's intervals name, on every destination rank that holds it, is copied from the first
-   source rank that holds it. A cell that nobody holds raises AssertionError, unless the source lacks an optional field.
+   source rank that holds it.
+
+Refused (BindError): a request without intervals or block tables, a table without a page that is needed, a page outside its pool, and a cell
+that no source rank holds, unless the source lacks an optional field.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.errors import UsageError
+from kvreshard.model.errors import BindError, UsageError
 from kvreshard.model.expect import expect
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic
-from kvreshard.model.rank import Rank, Shard
-from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.rank import Group, Rank, Shard
+from kvreshard.model.tables import PageTable, Request, Tokens, page_ids
 
 Bytes = NDArray[np.uint8]
 Memory = Mapping[tuple[int, str], Bytes]
@@ -36,14 +39,23 @@ COMPARED_BYTES = 64 << 20
 def oracle_transfer(
     src: EngineLayout, dst: EngineLayout, src_memory: Memory, dst_memory: Memory, request: Request
 ) -> dict[tuple[int, str], Bytes]:
-    """The destination's memory after the request, as a copy; `dst_memory` is not changed. Raises UsageError for arguments of other types."""
+    """The destination's memory after the request, as a copy; `dst_memory` is not changed. Raises UsageError for arguments of other types,
+    BindError for a request that names what is not there.
+    """
     for layout, memory, side in ((src, src_memory, "source"), (dst, dst_memory, "destination")):
         expect(layout, EngineLayout, f"the {side}'s layout", "what `kvreshard.describe` returns")
         expect(memory, Mapping, f"the {side}'s memory", "(rank, region name) -> its bytes")
         for rank in layout.ranks:
-            for name in rank.template.regions:
+            for name, size in zip(rank.template.regions, rank.template.region_bytes, strict=True):
                 if (rank.rank, name) not in memory:
                     raise UsageError(f"the {side}'s memory lacks region '{name}' of rank {rank.rank}")
+                content = memory[rank.rank, name]
+                expect(content, np.ndarray, f"region '{name}' of rank {rank.rank} in the {side}'s memory", "its bytes")
+                if content.dtype != np.uint8 or content.shape != (size,):
+                    raise UsageError(
+                        f"region '{name}' of rank {rank.rank} in the {side}'s memory is {content.dtype} of shape {content.shape}, and must be "
+                        f"uint8 of shape ({size},)"
+                    )
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     after = {place: content.copy() for place, content in dst_memory.items()}
     apply_request(src, dst, src_memory, after, request)
@@ -56,7 +68,7 @@ def apply_request(src: EngineLayout, dst: EngineLayout, src_memory: Memory, afte
     for rank in dst.ranks:
         for shard in rank.shards:
             field = next(f for f in dst.fields if f.name == shard.field)
-            _copy_field(src, rank, shard, field, src_memory, after, request)
+            _copy_field(src, dst, rank, shard, field, src_memory, after, request)
 
 
 def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: Request, seed: int) -> None:
@@ -77,7 +89,7 @@ def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: 
             for number, mapped in enumerate(shard.geometry.axes):
                 flags = np.array([holds(mapped, c) for c in coordinates[number]], dtype=bool)
                 held &= flags.reshape([-1 if i == number else 1 for i in range(len(shape))])
-            where = _offsets(shard, coordinates, request.src_tables[shard.geometry.group], held)
+            where = _offsets(src, shard, coordinates, request.src_tables, held)
             for byte in range(field.element_bytes):
                 memory[rank.rank, shard.region][where[held] + byte] = values[held][:, byte]
 
@@ -85,7 +97,10 @@ def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: 
 def fill_new_pages(dst: EngineLayout, memory: Memory, request: Request, byte: int) -> None:
     """Fill the pages that were allocated for the request, on all ranks and in full."""
     for rank, group in product(dst.ranks, dst.groups):
-        for page in request.dst_new_pages.get(group.name, np.zeros(0, np.int64)).tolist():
+        what = f"group '{group.name}': new pages"
+        pages = page_ids(request.dst_new_pages.get(group.name, ()), what)
+        _check_pool(what, pages, group)
+        for page in pages.tolist():
             for slab in rank.slabs:
                 if slab.pool == group.pool:
                     start = slab.offset_bytes + page * slab.page_stride_bytes
@@ -94,6 +109,7 @@ def fill_new_pages(dst: EngineLayout, memory: Memory, request: Request, byte: in
 
 def _copy_field(
     src: EngineLayout,
+    dst: EngineLayout,
     dst_rank: Rank,
     dst_shard: Shard,
     field: Field,
@@ -103,7 +119,10 @@ def _copy_field(
 ) -> None:
     if not any(shard.field == field.name for rank in src.ranks for shard in rank.shards) and field.optional:
         return
-    intervals = request.intervals[dst_shard.geometry.group]
+    group = dst_shard.geometry.group
+    if group not in request.intervals:
+        raise BindError(f"group '{group}': no token intervals; give an empty list to move nothing")
+    intervals = request.intervals[group]
     if not intervals:
         return
     coordinates = [
@@ -113,7 +132,7 @@ def _copy_field(
     missing = np.ones([len(found) for found in coordinates], dtype=bool)
     if missing.size == 0:
         return
-    dst_bytes = _offsets(dst_shard, coordinates, request.dst_tables[dst_shard.geometry.group])
+    dst_bytes = _offsets(dst, dst_shard, coordinates, request.dst_tables)
     for src_rank in src.ranks:
         for src_shard in src_rank.shards:
             if src_shard.field != field.name:
@@ -125,12 +144,15 @@ def _copy_field(
             take = held & missing
             if not take.any():
                 continue
-            src_bytes = _offsets(src_shard, coordinates, request.src_tables[src_shard.geometry.group], take)
+            src_bytes = _offsets(src, src_shard, coordinates, request.src_tables, take)
             source, target = src_memory[src_rank.rank, src_shard.region], after[dst_rank.rank, dst_shard.region]
             for byte in range(field.element_bytes):
                 target[dst_bytes[take] + byte] = source[src_bytes[take] + byte]
             missing &= ~take
-    assert not missing.any(), f"no source rank holds {int(missing.sum())} cells of field '{field.name}'"
+    if missing.any():
+        raise BindError(
+            f"field '{field.name}': no rank of engine '{src.engine}' holds {int(missing.sum())} of its cells"
+        )
 
 
 def _all_coordinates(axis: Axis, intervals: Sequence[Tokens]) -> list[int]:
@@ -171,13 +193,30 @@ def page_and_byte(mapped: AxisMap, coordinate: int) -> tuple[int, int]:
     return page, byte
 
 
+def _check_pool(what: str, pages: NDArray[np.int64], group: Group) -> None:
+    outside = pages[(pages < 0) | (pages >= group.num_pages)]
+    if len(outside):
+        raise BindError(
+            f"{what}: there is page {int(outside[0])}, but pool '{group.pool}' has pages [0, {group.num_pages})"
+        )
+
+
 def _offsets(
-    shard: Shard, coordinates: list[list[int]], table: PageTable, wanted: NDArray[np.bool_] | None = None
+    layout: EngineLayout,
+    shard: Shard,
+    coordinates: list[list[int]],
+    tables: Mapping[str, PageTable],
+    wanted: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int64]:
     """Byte offset in the region of every listed cell, shape = lengths of the coordinate lists.
 
     Cells outside `wanted` get offset -1: their page may not be in the table.
     """
+    group = next(group for group in layout.groups if group.name == shard.geometry.group)
+    where = f"group '{group.name}' of engine '{layout.engine}'"
+    if group.name not in tables:
+        raise BindError(f"{where}: no block table is given")
+    table = tables[group.name]
     shape = [len(found) for found in coordinates]
     pages, offsets = np.zeros(shape, dtype=np.int64), np.full(shape, shard.offset_bytes, dtype=np.int64)
     for number, mapped in enumerate(shard.geometry.axes):
@@ -188,7 +227,9 @@ def _offsets(
     wanted = np.ones(shape, dtype=bool) if wanted is None else wanted
     goes_on = any(mapped.digits[-1].extent is None and mapped.digits[-1].page_step for mapped in shard.geometry.axes)
     logical = pages[wanted] - (table.first_page if goes_on else 0)
-    assert logical.size == 0 or (logical.min() >= 0 and logical.max() < len(table.pages)), "block table too short"
+    if logical.size and (logical.min() < 0 or logical.max() >= len(table.pages)):
+        raise BindError(f"{where}: a token that is moved has no page in the block table, which has {len(table.pages)}")
+    _check_pool(where, table.pages[logical], group)
     result = np.full(shape, -1, dtype=np.int64)
     result[wanted] = offsets[wanted] + table.pages[logical] * shard.geometry.page_stride_bytes
     return result

@@ -53,6 +53,12 @@ def test_numbers_of_a_few_bits_do_not_wrap_around() -> None:
     assert Request({}, {}, {"g": [[np.int8(0), np.int8(100)]]}, {}).intervals == {"g": [(0, 100)]}  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("table", [{"num_tokens": 2**48 + 1}, {"num_tokens": 0, "first_page": 2**64}])
+def test_a_table_beyond_all_coordinates_is_refused(table: dict[str, int]) -> None:
+    with pytest.raises(BindError, match="a block table holds more than 281474976710656 tokens"):
+        PageTable([1], **table)
+
+
 def test_a_page_beyond_all_numbers_does_not_wrap_around() -> None:
     with pytest.raises(BindError, match="a block table: there is page 18446744073709551615"):
         PageTable(np.array([2**64 - 1], np.uint64), 8)
