@@ -31,6 +31,7 @@ from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab, UsageError
 from kvreshard.model.changed import replace
 from kvreshard.model.expect import expect, expect_whole
+from kvreshard.model.text import escaped, is_name
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -155,6 +156,9 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
     """The same layout with every region at a real address: rank -> region name -> address. Raises UsageError where one is not given."""
     expect(layout, EngineLayout, "a layout", "what `kvreshard.describe` returns")
     expect(addresses, Mapping, "the addresses", "rank -> region name -> address")
+    expect(device, str, "the device", "as in 'cpu' or 'cuda:0'")
+    if not device or not is_name(device):
+        raise UsageError(f"device '{escaped(device, 60)}': must be a name, as in 'cpu' or 'cuda:0'")
     for rank in layout.ranks:
         expect(addresses.get(rank.rank, {}), Mapping, f"the addresses of rank {rank.rank}", "region name -> address")
         for name in rank.template.regions:

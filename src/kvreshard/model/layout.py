@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 
+from kvreshard.model.expect import expect
 from kvreshard.model.field import Field
 from kvreshard.model.layout_check import check_layout
 from kvreshard.model.rank import Geometry, Group, Rank, RankTemplate
@@ -26,6 +27,13 @@ class EngineLayout:
     ranks: tuple[Rank, ...]
 
     def __post_init__(self) -> None:
+        expect(self.engine, str, "the engine of a layout", "its name, as in 'prefill'")
+        for name, kind in (("fields", Field), ("groups", Group), ("ranks", Rank)):
+            parts = getattr(self, name)
+            expect(parts, (tuple, list), f"the {name} of a layout", f"({kind.__name__}(...), ...)")
+            for part in parts:
+                if not isinstance(part, kind):
+                    expect(part, kind, f"one of the {name} of a layout", f"({kind.__name__}(...), ...)")
         check_layout(self.engine, self.fields, self.groups, self.ranks, self.kind_of)
 
     @cached_property

@@ -169,8 +169,9 @@ def compile_routes(
         expect(cost, CostModel, "cost", "CostModel(), or what `kvreshard bench` measures")
     if ranks is not None:
         expect(ranks, Iterable, "the ranks", "a list of ranks of the decode engine")
+        ranks = list(ranks)
+        for number in ranks:
+            expect_whole(number, "a rank")
     election = elect(src, dst, match_fields(src, dst).names)
     numbers = list(dst.rank_by_number if ranks is None else dict.fromkeys(ranks))
-    for number in numbers:
-        expect_whole(number, "a rank")
     return [compile_route(src, dst, number, election=election, cost=cost or CostModel(), way=way) for number in numbers]

@@ -17,12 +17,24 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvreshard.model.errors import UsageError
+
 Int64s = NDArray[np.int64]
 
 # Longer copies are cut: one of them must not be a post of 20 ms by itself. 16 MiB is 2 to 4 ms at a core's 4 to 8 GB/s.
 MAX_COPY_BYTES = 16 << 20
 # Neighbours are joined up to here whatever else is read: 128 KiB are read in some ten times what a copy costs (docs/design/0020).
 MIN_JOINED_BYTES = 128 << 10
+
+
+def _whole(given: ArrayLike, what: str) -> Int64s:
+    """The numbers as an array. Raises UsageError for those that would be rounded, or wrap around."""
+    array = np.asarray(given)
+    if array.dtype == np.int64:
+        return array
+    if array.size and (array.dtype.kind not in "iu" or int(array.max()) >= 2**63):
+        raise UsageError(f"the {what} of copies are {array.dtype}, and must be whole numbers below 2**63")
+    return array.astype(np.int64)
 
 
 class CopyList(msgspec.Struct, frozen=True, eq=False):
@@ -38,9 +50,9 @@ class CopyList(msgspec.Struct, frozen=True, eq=False):
     def of(
         src_address: ArrayLike, dst_address: ArrayLike, length: ArrayLike, src_rank: int = 0, dst_rank: int = 0
     ) -> CopyList:
-        """From anything that NumPy reads as rows of whole numbers; a scalar length serves all copies."""
-        src, dst = np.asarray(src_address, dtype=np.int64), np.asarray(dst_address, dtype=np.int64)
-        each = np.asarray(length, dtype=np.int64)
+        """From anything that NumPy reads as rows of whole numbers; a scalar length serves all copies. Raises UsageError."""
+        src, dst = _whole(src_address, "source addresses"), _whole(dst_address, "destination addresses")
+        each = _whole(length, "lengths")
         return CopyList(src_rank, dst_rank, src, dst, each if each.ndim else np.full(src.shape, each))
 
     @property

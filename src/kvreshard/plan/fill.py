@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.errors import UsageError
-from kvreshard.model.expect import expect
+from kvreshard.model.expect import expect, expect_whole
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.rank import Group, Rank
 from kvreshard.model.tables import Request, page_ids
@@ -36,6 +36,7 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
     expect(dst, EngineLayout, "the destination's layout", "what `kvreshard.describe` returns")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     expect(copies, Iterable, "the copies", "what `kvreshard.bind` returns")
+    expect_whole(dst_rank, "the destination rank")
     if dst_rank not in dst.rank_by_number:
         raise UsageError(f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}")
     copies = list(copies)

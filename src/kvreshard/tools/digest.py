@@ -136,9 +136,14 @@ def digest_transfers(
         raise UsageError(f"the memory is of type {type(memory).__name__}; for host memory give kvreshard.HostMemory()")
     if side not in get_args(Side):
         raise UsageError(f"side is {side!r:.80}, and must be {' or '.join(map(repr, get_args(Side)))}")
+    if fields is not None:
+        expect(fields, Collection, "the fields", "['layers.0.attn.k', ...], or None for all")
+        if isinstance(fields, str):
+            raise UsageError(f"the fields are the text {fields!r:.80}; give a list of names")
     tables = request.src_tables if side == "src" else request.dst_tables
     found = dict[Part, Digest]()
     for transfer in transfers:
+        expect(transfer, RankTransfer, "a transfer", "one of `route.transfers`")
         cells, name = of_transfer(transfer, side).only(fields), transfer.dst_group.name
         if name not in request.intervals:
             raise BindError(f"group '{name}': no token intervals; give an empty list to digest nothing")
