@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.expect import expect
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, Page, PagedCopies, cut_long
 from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Direction, TransportError
 from kvreshard.transport.regions import RegionTable
@@ -220,6 +221,8 @@ def check_pages(copies: PagedCopies) -> None:
 def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]) -> None:
     """Raises TransportError unless these are copies: one number a side and copy, all in the address space."""
     columns = (("source", src), ("destination", dst), ("length", length))
+    for name, column in columns:
+        expect(column, np.ndarray, f"the {name} column of copies", "an array of int64, as `CopyList.of` makes of lists")
     if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
         shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
         raise TransportError(f"copies need one source, one destination and one length each, as int64; got {shapes}")

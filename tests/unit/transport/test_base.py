@@ -64,6 +64,9 @@ WRONG: dict[str, Callable[[Transport], object]] = {
     "the copies of a transfer is of type list, and must be CopyList": lambda one: one.post(
         "b", Direction.READ, [COPIES]
     ),
+    "the source column of copies is of type list, and must be ndarray": lambda one: one.post(
+        "b", Direction.READ, CopyList(0, 0, [0], [0], [8])
+    ),
     "a notification is of type int": lambda one: one.post("b", Direction.READ, COPIES, 5),
     "a notification is of type str, and must be bytes": lambda one: one.notify("b", "done"),
     r"peer \[\] is unknown": lambda one: one.notify([], b"done"),
