@@ -180,6 +180,22 @@ def test_wrong_use_says_what_was_expected(use: Callable[[], object], told: str) 
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("pages", "new", "told"),
+    [
+        ([-1], [-1], "the destination's block table names page -1, but its pool 'pages' has pages [0, 4)"),
+        ([900], [900], "the destination's block table names page 900"),
+        ([1], [2], "page 2 is called new, but is not in the destination's block table"),
+    ],
+)
+def test_bytes_to_zero_are_of_pages_that_there_are(pages: list[int], new: list[int], told: str) -> None:
+    """Also where no copy has been bound, which would have refused them."""
+    asked = kv.Request(TABLES, {"latent": kv.PageTable(pages, 3)}, {"latent": []}, {"latent": new})
+    with pytest.raises(kv.BindError) as caught:
+        kv.find_unwritten(LAYOUT, 0, asked, [])
+    assert told in str(caught.value)
+
+
 SIZE_BYTES = LAYOUT.ranks[0].template.region_bytes[0]
 
 

@@ -188,7 +188,7 @@ def _check_used_once(route: Route, written: Mapping[str, Int64s], request: Reque
     """No page of a pool is written or called new by two groups, or twice by one."""
     by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
     for group in route.dst_groups:
-        new = _new_pages(group, request) if request.dst_new_pages else _NO_PAGES
+        new = checked_new_pages(group, request) if request.dst_new_pages else _NO_PAGES
         pages = written.get(group.name, _NO_PAGES)
         if len(new):
             _once(group.pool, {group.name: pages})
@@ -211,7 +211,7 @@ def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
         )
 
 
-def _new_pages(group: Group, request: Request) -> Int64s:
+def checked_new_pages(group: Group, request: Request) -> Int64s:
     """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
     new_pages = page_ids(request.dst_new_pages.get(group.name, _NO_PAGES), f"group '{group.name}': new pages")
     if not len(new_pages):
