@@ -121,6 +121,8 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: kv.CopyList.of([2**64], [1], 1), "the source addresses of copies are object"),
     (lambda: kv.compile_routes(LAYOUT, LAYOUT, [[0]]), "a rank is [0], and must be a whole number"),
     (lambda: kv.find_unwritten(LAYOUT, [0], REQUEST, []), "the destination rank is [0], and must be a whole number"),
+    (lambda: kv.find_unwritten(LAYOUT, 0, kv.Request({}, TABLES, {}, {"full": [1]}), []), "group 'full': the request has new pages for it, but the"),
+    (lambda: kv.name_fields("layers.0.attn.k"), "the names of fields are the text 'layers.0.attn.k'; give a list of names"),
     (lambda: kv.find_unwritten(LAYOUT, ROUTE, REQUEST, []), "the destination rank is Route("),
     (lambda: kv.relocate(LAYOUT, {0: {"kv": 0}}, 0), "the device is of type int, and must be str: as in 'cpu' or 'cuda:0'"),
     (lambda: kv.relocate(LAYOUT, {0: {"kv": 0}}, "cpu\n"), "device 'cpu\\n': must be a name"),

@@ -298,6 +298,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def name_fields(names: Iterable[str]) -> str:
     """`field_patterns` in one line. Raises UsageError."""
     expect(names, Iterable, "the names of fields", "['layers.0.attn.k', ...]")
+    if isinstance(names, str):
+        raise UsageError(f"the names of fields are the text {names!r:.80}; give a list of names")
     names = list(names)
     for name in names:
         expect(name, str, "the name of a field", "as in 'layers.0.attn.k'")

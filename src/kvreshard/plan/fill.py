@@ -28,13 +28,13 @@ from kvreshard.model.tables import Request, page_ids
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
 from kvreshard.plan.copies import CopyList, Int64s
 from kvreshard.plan.pairs import GroupPair
-from kvreshard.plan.request_check import checked_new_pages
+from kvreshard.plan.request_check import check_group_names, checked_new_pages
 from kvreshard.plan.route import Route
 
 
 def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> ByteRanges:
     """Address ranges on `dst_rank` to zero, sorted, each in one region. `copies`: all copies to that rank for the request. Raises UsageError,
-    and BindError for new pages that there are not.
+    and BindError for groups and new pages that there are not.
     """
     expect(dst, EngineLayout, "the destination's layout", "what `kvreshard.describe` returns")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
@@ -45,6 +45,7 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
     copies = list(copies)
     for copy in copies:
         expect(copy, CopyList, "a part of the copies", "what `kvreshard.bind` returns")
+    check_group_names(dst.groups, request)
     return _unwritten(dst, dst_rank, {group.name: checked_new_pages(group, request) for group in dst.groups}, copies)
 
 

@@ -54,7 +54,7 @@ def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every transfer of the route can be bound."""
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
-    _check_group_names(route, request)
+    check_group_names(route.dst_groups, request)
     src_used: dict[str, Used] = {}
     dst_used: dict[str, Used] = {}
     for pair in route.pairs:
@@ -86,8 +86,9 @@ def check_request(route: Route, request: Request) -> None:
     _check_used_once(route, {group.name: pages for group, pages in written}, request)
 
 
-def _check_group_names(route: Route, request: Request) -> None:
-    known = [group.name for group in route.dst_groups]
+def check_group_names(groups: Sequence[Group], request: Request) -> None:
+    """Raises BindError for intervals and new pages of groups that are none of the destination's."""
+    known = [group.name for group in groups]
     for what, names in (("token intervals", request.intervals), ("new pages", request.dst_new_pages)):
         for name in names:
             if name not in known:
