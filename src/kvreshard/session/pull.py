@@ -10,7 +10,7 @@
 4. Wait until every transfer has settled, also after an error: destination memory must not be reused before.
 5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed during the read.
 
-Raises BindError before anything moves; TransportError or StaleLease after all transfers have settled.
+Raises BindError before anything moves; TransportError, StaleLease, or what the memory of the mover raises, after all transfers have settled.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def pull_steps(
 
     try:
         yield from run_batches(mover, plan.batches, note, begin)
-    except (TransportError, TimeoutError) as failed:
+    except Exception as failed:  # noqa: BLE001 (raised below, once all has settled)
         error = failed
     for transfer in posted:
         error = (yield from settled(transfer)) or error

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.faulty_memory import Fault, FaultPlan, FaultyFabric, FaultyTransport, no_fault
 
 from kvreshard.kinds import Attention, Latent
@@ -228,6 +229,33 @@ def test_a_push_that_cannot_post_all_waits_for_what_it_has_posted() -> None:
     try:
         with pytest.raises(TransportError, match="rank 1 is not among the peers"):
             push(pusher, routes, make_request(), 0)
+        assert fabric.num_pending == 0
+    finally:
+        has_ended.set()
+
+
+def test_a_pull_whose_memory_cannot_be_zeroed_waits_for_what_it_has_posted() -> None:
+    """The caller takes its pages back after the error."""
+    fabric = FaultyFabric()
+    src = make_engine(fabric, "p", 2, "HND", 8)
+    dst = make_engine(fabric, "d", 1, "HND", 16, faults=lambda index, transfer: Fault(delay_steps=1))
+    connect(src, dst)
+
+    class Broken(HostMemory):
+        def zero(self, start: NDArray[np.int64], stop: NDArray[np.int64]) -> None:
+            raise RuntimeError("the device is gone")
+
+    reader = replace(mover(dst, 0, src, staged=False), memory=Broken())
+    has_ended = threading.Event()
+
+    def step() -> None:
+        while not has_ended.wait(0.1):
+            fabric.step()
+
+    threading.Thread(target=step).start()
+    try:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            pull(reader, compile_route(src.layout, dst.layout, 0), make_request(), dst.layout, b"done")
         assert fabric.num_pending == 0
     finally:
         has_ended.set()
