@@ -222,7 +222,10 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[i
     """Raises TransportError unless these are copies: one number a side and copy, all in the address space."""
     columns = (("source", src), ("destination", dst), ("length", length))
     for name, column in columns:
-        expect(column, np.ndarray, f"the {name} column of copies", "an array of int64, as `CopyList.of` makes of lists")
+        if not isinstance(column, np.ndarray):
+            expect(
+                column, np.ndarray, f"the {name} column of copies", "an array of int64, as `CopyList.of` makes of lists"
+            )
     if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
         shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
         raise TransportError(f"copies need one source, one destination and one length each, as int64; got {shapes}")
