@@ -4,7 +4,8 @@ As vLLM 0.32 resolves it, from `quantization_config` (or `hf_quant_config.json`,
 
 1. ModelOpt has `kv_cache_scheme` or `kv_cache_quant_algo`: fp8 is `fp8_e4m3`, for every cache that can store it; vLLM ignores unknown
    values (`utils/torch_utils.py`, `get_kv_cache_quant_algo_string`; `transformers_utils/model_arch_config_convertor.py` for the older form).
-2. `kv_cache_scheme` of compressed-tensors is fp8 for K and V per head (`layers/attention/attention.py`); latents keep the model's dtype.
+2. `kv_cache_scheme` of compressed-tensors is fp8 for K and V per head (`layers/attention/attention.py`); latents keep the model's dtype, and so does
+   the attention of `UNQUANTISED`.
 3. Else the dtype of the model. A family with a form of its own (DeepSeek-V4) keeps that.
 4. A file without a dtype: vLLM reads the weights, which are not here, so the engine must give `dtype=`. States have no such option, so a
    model with states needs a dtype in the file.
@@ -27,6 +28,10 @@ from kvreshard.kinds import Attention
 FP8 = "fp8_e4m3"
 # Two dtypes that a model may have. A cache that differs between them depends on the dtype that the file lacks.
 ASSUMED = ("bfloat16", "float16")
+# Model types whose class in vLLM 0.32 makes attention without `quant_config`, and so does not see a scheme of compressed-tensors.
+UNQUANTISED = (
+    "bailing_moe", "bailing_moe_v2", "inkling_model", "jamba", "lfm2", "lfm2_moe", "plamo3", "sarvam_moe", "step3_text", "zamba2",
+)  # fmt: skip
 SCHEMES: Mapping[str, str] = {"fp8": FP8, "nvfp4": "nvfp4"}
 
 
@@ -35,6 +40,8 @@ def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
     model = _read_with_dtype(read, config) if config.dtype_field() else _read_without_dtype(read, config)
     outer = Config(config.model, config.outer if config.outer is not None else config.fields)
     of_modelopt = _of_modelopt(outer)
+    if of_modelopt is None and config.model_type in UNQUANTISED:
+        return model
     dtype = _of_compressed_tensors(config, outer) if of_modelopt is None else of_modelopt
     if dtype == NATIVE:
         return model

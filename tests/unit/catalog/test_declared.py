@@ -52,6 +52,15 @@ def test_latents_are_in_what_modelopt_declares_and_not_in_what_compressed_tensor
     assert first_kind({**PLAIN, "text_config": PLAIN, "compression_config": compressed}) == FP8
 
 
+def test_a_class_that_makes_attention_without_the_files_quantisation_ignores_its_scheme() -> None:
+    compressed = {"quant_method": "compressed-tensors", "kv_cache_scheme": {**SCHEME, "strategy": "tensor"}}
+    raw = changed(PLAIN, model_type="bailing_moe_v2", head_dim=128, quantization_config=compressed)
+    assert first_kind(raw) == OWN
+    assert first_kind(raw, "tp=1,dtype=fp8") == FP8
+    modelopt = {"quant_method": "modelopt", "kv_cache_scheme": SCHEME}
+    assert first_kind({**raw, "quantization_config": modelopt}) == FP8
+
+
 def test_caches_with_a_form_of_their_own_keep_it() -> None:
     quantised = {"quant_method": "modelopt", "kv_cache_scheme": SCHEME}
     four = changed(

@@ -112,6 +112,10 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "llama modelopt": MODELOPT,
     "qwen3_next modelopt": MODELOPT,
     "qwen3_next compressed": COMPRESSED,
+    "jamba compressed": COMPRESSED,
+    "lfm2 compressed": {"block_dim": 2560, "conv_dim": 2560, "conv_dim_out": 2560, **COMPRESSED},
+    "lfm2_moe compressed": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], **COMPRESSED},
+    "zamba2 compressed": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], **COMPRESSED},
     "ernie4_5 bare": {**BARE, "num_key_value_heads": 2},
     "gemma2 bare": {**BARE, "sliding_window": 4096},
     "glm4 bare": BARE,
@@ -293,12 +297,16 @@ HUB: Mapping[str, Mapping[str, Any]] = {
     "moondream3 grouped": {"architectures": ["Moondream3ForCausalLM"],
                            "config": {"text": {"n_layers": 3, "n_heads": 24, "n_kv_heads": 8, "dim": 1536, "moe": {"start_layer": 9}}}},
     "solar types": {**PLAIN_FILE, **FOREIGN["solar"], "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "bailing_moe compressed": {**PLAIN_FILE, **FOREIGN["bailing_moe"], **COMPRESSED},
+    "inkling_model compressed": {**INKLING, **COMPRESSED},
+    "sarvam_moe compressed": {**PLAIN_FILE, **FOREIGN["sarvam_moe"], **COMPRESSED},
+    "plamo3 compressed": {**PLAIN_FILE, **FOREIGN["plamo3"], **COMPRESSED},
     "step3_text": {"architectures": ["Step3TextForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
                    "num_attention_groups": 1, "num_hidden_layers": 3, "head_dim": 256, "share_q_dim": 2048,
                    "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
 }  # fmt: skip
 CASES = (*PLAIN, *CHANGED, *HUB)
-DECLARING = tuple(case for case, changes in CHANGED.items() if "quantization_config" in changes)
+DECLARING = tuple(case for case, changes in (*CHANGED.items(), *HUB.items()) if "quantization_config" in changes)
 """Cases whose file declares the dtype of its caches."""
 PREDICTING = (
     "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa pattern", "hy_v3", "hy_v4",
