@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -126,8 +127,9 @@ def _from_path(model: str, read: Callable[[str, Mapping[str, Any]], Model], what
         beside = path.with_name(QUANTISATION_FILE)
         if path.name == "config.json" and raw.get(QUANTISATION) is None and beside.is_file():
             raw = {**raw, QUANTISATION: _read(beside)}
-        name = path.parent.name if path.name == "config.json" else path.stem
-        return read(name if path.is_file() else str(path), raw)
+        # Of `config.json` and `.` the folder's name is in no part of the path as it was given.
+        name = Path(os.path.abspath(path)).parent.name if path.name == "config.json" else path.stem
+        return read(name if name and path.is_file() else str(path), raw)
     except RecursionError:
         raise LayoutError(f"config '{path}': is nested too deep for a config.json; give another file") from None
     except OSError as error:

@@ -60,6 +60,20 @@ def test_a_path_is_read_like_an_id(tmp_path: Path) -> None:
     assert by_file.name == "some-model"
 
 
+@pytest.mark.parametrize("given", ["config.json", ".", "../some-model"])
+def test_a_model_in_the_current_folder_has_the_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((CONFIGS / "llama-3.1-8b.json").read_bytes())
+    monkeypatch.chdir(folder)
+    assert load(given).name == "some-model"
+    (folder / "config.json").write_text('{"model_type": 3}')
+    with pytest.raises(LayoutError, match="config of 'some-model', field 'model_type'"):
+        load(given)
+
+
 QUANTISED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
 
 
