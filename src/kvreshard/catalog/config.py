@@ -40,6 +40,8 @@ NO_MODEL_TYPE = (
 )
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
+# In which vLLM runs a model (`config/model.py:2366`).
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
 ENCODERS = ("vision_config", "encoder_config")
 # Files of these have no `model_type` (`transformers_utils/config.py:137`).
 UNTYPED: Mapping[str, str] = dict.fromkeys(("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"), "longcat_flash")
@@ -181,6 +183,8 @@ class Config:
         for index, entry in enumerate(value):
             if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
                 raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", "give a whole number that is not negative")
+            if entry > MAX_COUNT:
+                raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", f"it must be at most {MAX_COUNT}")
         return tuple(value[:length])
 
     def positions(self, name: str, length: int, *, first: int = 1, needed: bool = True) -> frozenset[int]:
@@ -241,8 +245,8 @@ class Config:
         place, name = found
         value = place.fields[name]
         short = value.removeprefix("torch.") if isinstance(value, str) else value
-        if not isinstance(short, str) or short not in DTYPE_BYTES:
-            raise place.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
+        if not isinstance(short, str) or short not in MODEL_DTYPES:
+            raise place.error(name, f"is {_shown(value)}", f"use one of {', '.join(MODEL_DTYPES)}")
         return short
 
     def dtype(self) -> str:

@@ -338,6 +338,8 @@ def test_states_only() -> None:
         (PLAIN, {"num_hidden_layers": None}, "field 'num_hidden_layers': is missing"),
         (DELTA, {"torch_dtype": None}, "field 'dtype': is missing, and the weights .*; layers with a state have it; add it to a copy"),
         (PLAIN, {"torch_dtype": "bf17"}, "field 'torch_dtype': is 'bf17'; use one of"),
+        (PLAIN, {"torch_dtype": "uint8"}, "field 'torch_dtype': is 'uint8'; use one of float32, bfloat16, float16$"),
+        (PLAIN, {"torch_dtype": "fp8_e4m3"}, "field 'torch_dtype': is 'fp8_e4m3'; use one of float32"),
         (PLAIN, {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 heads; give head_dim"),
         (PLAIN, {"model_type": "nobody_knows"}, "field 'head_dim': is missing, and model type 'nobody_knows' is not known; it shapes"),
         (LATENT, {"model_type": "glm_moe_dsa", "index_head_dim": 128, "indexer_types": ["full"] * 3 + ["shared"]},

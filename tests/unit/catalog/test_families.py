@@ -225,6 +225,8 @@ def test_lfm2_in_both_forms_of_its_file() -> None:
         (changed(PLAIN, model_type="muse_glimmer_text", layer_types=["full_attention"] * 4), "layer_types': contradicts no_rope_layers"),
         (changed(PLAIN, model_type="plamo3", head_dim=128, sliding_window=64), "interleaved_sliding_window': is missing; give one number, or null, per layer"),
         (changed(PLAIN, model_type="plamo3", head_dim=128, interleaved_sliding_window=[64]), "has 1 entries for 4 decoder layers"),
+        (changed(PLAIN, model_type="plamo3", head_dim=128, interleaved_sliding_window=[None, 1 << 63, 64, 64]),
+         r"interleaved_sliding_window\[1\]': is 9223372036854775808; it must be at most 4294967296"),
         (changed(PLAIN, model_type="pangu", head_dim=128, param_sink_number=128), "param_sink_number': is set, and model type 'pangu'"),
         (changed(KIMI, linear_attn_config={"kda_layers": [1, 2, 3]}), "linear_attn_config.full_attn_layers': is missing"),
         (changed(KIMI, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": [4]}),
