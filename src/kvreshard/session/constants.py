@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvreshard.model.errors import KvReshardError, UsageError
+from kvreshard.model.text import MAX_NAME, escaped
 from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 
 FORM = "kvreshard.constants"
@@ -22,6 +23,8 @@ VERSION = 4
 # Constants of thousands of hosts take less.
 MAX_BYTES = 1 << 20
 FILE_NAME = "constants.json"
+# Of the hosts in a file, in an error.
+SHOWN_HOSTS = 3
 
 
 class _Constants(msgspec.Struct, forbid_unknown_fields=True):
@@ -90,7 +93,9 @@ def require_constants(path: Path, host: str, device: str = "cpu") -> CostModel:
         raise KvReshardError(
             f"constants file {path} is of version {file.version}, this kvreshard uses version {VERSION}; {remedy} here"
         )
-    known = "; ".join(f"({name})" for name in file.hosts) or "none"
+    others = [f"({escaped(name, MAX_NAME)})" for name in file.hosts]
+    more = f" and {len(others) - SHOWN_HOSTS} more" if len(others) > SHOWN_HOSTS else ""
+    known = "; ".join(others[:SHOWN_HOSTS]) + more or "none"
     raise KvReshardError(f"constants file {path} has none of this host ({host}) but of {known}; {remedy} here")
 
 
@@ -132,5 +137,7 @@ def _read_file(path: Path) -> _File | None:
             f"constants file {path} cannot be read: {error}; `kvreshard bench --calibrate` writes such a file anew"
         ) from error
     if found.form != FORM:
-        raise KvReshardError(f"constants file {path} is a '{found.form}', not a '{FORM}'; name another")
+        raise KvReshardError(
+            f"constants file {path} is a '{escaped(found.form, MAX_NAME)}', not a '{FORM}'; name another"
+        )
     return found

@@ -1,5 +1,6 @@
 """Are measured constants kept per host, and refused where they are not what they should be?"""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(KvReshardError, match=r"constants\.json"):
         load_constants(path, "here")
+
+
+def test_an_error_about_another_host_or_form_is_short(tmp_path: Path) -> None:
+    """A file may have the constants of a whole fleet."""
+    path = tmp_path / "constants.json"
+    hosts = {f"host {number}": {} for number in range(5)}
+    path.write_text(json.dumps({"form": "kvreshard.constants", "version": VERSION, "hosts": hosts}))
+    with pytest.raises(KvReshardError, match=r"but of \(host 0\); \(host 1\); \(host 2\) and 2 more; `kvreshard bench"):
+        require_constants(path, "mine")
+    path.write_text(json.dumps({"form": "x" * 5000, "version": VERSION, "hosts": {}}))
+    with pytest.raises(KvReshardError, match=r"is a 'x+\.\.\. \(5000 characters\)', not a") as found:
+        require_constants(path, "mine")
+    assert len(str(found.value)) < 1000
 
 
 def test_constants_that_are_not_positive_are_refused(tmp_path: Path) -> None:
