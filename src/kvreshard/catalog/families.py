@@ -58,6 +58,11 @@ QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", 
 MINIMAX_M3 = Family(
     layers=rules.minimax_m3, predicts=mtp("indexer full", "num_mtp_modules", 1), expects={"sliding_window": ()}, page_tokens=128,
     caches={"indexer": cache.fixed("indexer", cache.plain_keys(("index_head_dim", "sparse_attention_config.sparse_index_dim")))})
+# Of classes that have a layer that predicts unless the file has a number.
+ONE_PREDICTS = {"num_nextn_predict_layers": 1}
+DEEPSEEK = Family(
+    layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, cache.deepseek_head_size))})
+SPARSE = Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)
 CONV_LAYERS = listed({"conv": "state", "full_attention": "full"}, rules.lfm2)
 
 ATTENTION: Mapping[str, Family] = {
@@ -85,7 +90,7 @@ ATTENTION: Mapping[str, Family] = {
     "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), sets=COMPUTED_SIZE, kv_heads=16, head_size=DERIVED),
     "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), if_absent={"sliding_window": 4096}, kv_heads=4, head_size=DERIVED),
     # The same, with layers that predict: `glm4_moe_mtp.py`, `ernie_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py`, `mimo_mtp.py`.
-    "glm4_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=DERIVED),
+    "glm4_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, if_absent=ONE_PREDICTS, kv_heads=8, head_size=DERIVED),
     "ernie4_5_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=4, head_size=DERIVED),
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), Family(layers=ALL_OR_NONE, predicts=mtp_like_first, head_size=DERIVED)),
     "hy_v3": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=128),
@@ -103,7 +108,7 @@ ATTENTION: Mapping[str, Family] = {
     # `Exaone4Config`, `exaone_moe.py`.
     "exaone4": Family(layers=rules.exaone4, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     "exaone_moe": Family(layers=rules.exaone4, predicts=mtp_like_first, expects={"sliding_windows": (), "mtp_layer_types": ()},
-                         if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+                         if_absent={"sliding_window": 4096, **ONE_PREDICTS}, kv_heads=32, head_size=DERIVED),
     # `Llama4TextConfig`, `llama4.py`.
     **dict.fromkeys(("llama4", "llama4_text"), Family(
         layers=decided(rules.llama4, {"full_attention": "full", "chunked_attention": "chunk"}, "no_rope_layers"),
@@ -181,15 +186,16 @@ ATTENTION: Mapping[str, Family] = {
 
 LATENTS: Mapping[str, Family] = {
     # `deepseek_v2.py`.
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
-        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, cache.deepseek_head_size))})),
+    **dict.fromkeys(("deepseek_v2", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    "deepseek_v3": replace(DEEPSEEK, if_absent=ONE_PREDICTS),
     # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
     **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=uniform("latent"), predicts=mtp("latent"))),
-    # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.
-    "longcat_flash": Family(layers=uniform("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
+    # `longcat_flash.py`: two attentions in a layer. `longcat_flash_mtp.py`: one layer predicts, with one attention.
+    "longcat_flash": Family(layers=uniform("first second"), predicts=one("latent"), names={"num_hidden_layers": "num_layers"},
                             caches={"first": latent("attn.0"), "second": latent("attn.1")}),
     # `deepseek_v32/attention.py`.
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)),
+    "glm_moe_dsa": SPARSE,
+    "deepseek_v32": replace(SPARSE, if_absent=ONE_PREDICTS),
     # `models/hy_v4/nvidia/attention.py`, `transformers_utils/configs/hy_v4.py`.
     "hy_v4": Family(layers=rules.hy_v4, predicts=rules.mtp_like_last, page_tokens=64),
     "deepseek_v4": Family(layers=v4.v4_layers, predicts=mtp("window"), caches=v4.V4_CACHES, page_tokens=256, order="BLHNC"),

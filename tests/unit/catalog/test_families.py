@@ -50,7 +50,7 @@ LLAMA_4: dict[str, Any] = {**PLAIN, "model_type": "llama4_text", "head_dim": 128
         (changed(PLAIN, model_type="phimoe", sliding_window=64), [64] * 4),
         (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG",
                  layer_types=["sliding_attention", "full_attention"] * 2), [4096, None, 4096, None]),
-        (changed(PLAIN, model_type="exaone_moe", sliding_window=128), [128, 128, 128, None]),
+        (changed(PLAIN, model_type="exaone_moe", sliding_window=128, num_nextn_predict_layers=0), [128, 128, 128, None]),
         (changed(PLAIN, model_type="cohere2", sliding_window=4096, sliding_window_pattern=2), [4097, None, 4097, None]),
         (changed(PLAIN, model_type="cohere2"), [4097, 4097, 4097, None]),
         (changed(PLAIN, model_type="afmoe", sliding_window=2048), [2048, 2048, 2048, None]),
@@ -98,7 +98,8 @@ def test_what_a_class_of_vllm_ignores_shapes_no_cache(
 )
 def test_an_explicit_null_is_no_window(model_type: str, value: int | None) -> None:
     """transformers keeps it where the class has a default for an absent field, and vLLM makes null of 0: every layer is full."""
-    model = read_model("m", {**changed(PLAIN, model_type=model_type, head_dim=128), "sliding_window": value})
+    raw = changed(PLAIN, model_type=model_type, head_dim=128, num_nextn_predict_layers=0)
+    model = read_model("m", {**raw, "sliding_window": value})
     assert windows(model) == [None] * 4
     assert {layer.family for layer in model.layers} == {"full"}
 
@@ -124,9 +125,35 @@ def test_glm_and_others_predict_with_layers_like_their_own(model_type: str) -> N
         ("mtp.0.attn", 4, True, True),
     ]
     assert model.layers[-1].kind == Attention(8, 128, "bfloat16")
-    assert len(read_model("m", changed(GLM, num_nextn_predict_layers=None)).layers) == 4
+    assert len(read_model("m", changed(GLM, num_nextn_predict_layers=0)).layers) == 4
     light = read_model("m", changed(LATENT, model_type="glm4_moe_lite", num_nextn_predict_layers=1))
     assert light.layers[-1].kind == Latent(576, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("deepseek_v3", 1),
+        ("glm4_moe", 1),
+        ("exaone_moe", 1),
+        ("deepseek_v2", 0),
+        ("ernie4_5_moe", 0),
+        ("glm4_moe_lite", 0),
+    ],
+)
+def test_a_file_without_the_number_of_layers_that_predict_has_that_of_its_class(model_type: str, expected: int) -> None:
+    raw = changed(LATENT, model_type=model_type, head_dim=128, sliding_window=64)
+    assert sum(layer.predicts for layer in read_model("m", raw).layers) == expected
+    stated = changed(raw, num_nextn_predict_layers=0)
+    assert not any(layer.predicts for layer in read_model("m", stated).layers)
+
+
+@pytest.mark.parametrize("number", [None, 1, 3])
+def test_one_layer_of_longcat_predicts_whatever_its_file_has(number: int | None) -> None:
+    raw = changed(
+        LATENT, model_type="longcat_flash", num_hidden_layers=None, num_layers=2, num_nextn_predict_layers=number
+    )
+    assert [layer.name for layer in read_model("m", raw).layers if layer.predicts] == ["mtp.0.attn"]
 
 
 def test_exaone_predicts_with_layers_like_its_first() -> None:
