@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model import AxisMap, BindError, EngineLayout, Group
 from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.text import counted
 
 MAX_LOOKAHEAD_PAGES = 2
 
@@ -172,7 +173,7 @@ def _table(layout: EngineLayout, shape: _Shape, num_tokens: int, lookahead: int,
     first, last = shape.logical_pages(num_tokens, lookahead)
     if last - first > len(free):
         raise BindError(
-            f"pool '{shape.group.pool}' of engine '{layout.engine}' has {len(free)} free pages, group '{shape.group.name}' needs "
+            f"pool '{shape.group.pool}' of engine '{layout.engine}' has {counted(len(free), 'free page')}, group '{shape.group.name}' needs "
             f"{last - first}; describe it with more pages, or move fewer tokens"
         )
     pages = [free.pop() for _ in range(last - first)]
