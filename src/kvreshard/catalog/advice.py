@@ -40,8 +40,8 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
 
 
 def assumed(model: Model, spec: EngineSpec) -> list[str]:
-    """What is assumed of an engine; empty if the model's file and the engine settle everything without contradiction."""
-    found = [*model.doubts]
+    """What is assumed of an engine, beside `model.doubts`; empty if the model's file and the engine settle everything."""
+    found = []
     kinds = [layer.kind for layer in model.layers]
     is_sparse = any(isinstance(kind, ScaledRows) for kind in kinds) and any(isinstance(kind, Latent) for kind in kinds)
     if is_sparse and FP8 in (spec.dtype, model.declared if spec.dtype == NATIVE else None):

@@ -223,9 +223,10 @@ def check_decode(spec: EngineSpec) -> None:
 
 
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
-    """Why vLLM would not run an engine, and what is assumed of it, each as a sentence."""
+    """Why vLLM would not run an engine, and what is assumed of it and of its model's file, each as a sentence."""
     refused = (f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
-    return (*refused, *(f"engine '{name}': {found}" for found in assumed(model, spec)))
+    doubts = (f"model '{model.name}': {found}" for found in model.doubts)
+    return (*refused, *doubts, *(f"engine '{name}': {found}" for found in assumed(model, spec)))
 
 
 def _explain_pages(model: Model, spec: EngineSpec, layout: EngineLayout) -> Iterator[str]:
@@ -283,7 +284,7 @@ def read_pair(
         prefill.layout,
         decode.layout,
         f"{model}: {title}" if model else title,
-        (*prefill.warnings, *decode.warnings, *lacking),
+        tuple(dict.fromkeys((*prefill.warnings, *decode.warnings, *lacking))),
         (*prefill.notes, *decode.notes, *([UNNAMED_MODELS] if any(files) else ())),
     )
 

@@ -45,7 +45,7 @@ from kvreshard.cli.order_note import order_note
 from kvreshard.cli.output import bytes_text, show_line, write_json
 from kvreshard.cli.plan_page import LARGEST_TOKENS, plan_page, request_sizes
 from kvreshard.cli.plan_view import Priced, plan_document, show_plan
-from kvreshard.cli.tables_file import read_tables
+from kvreshard.cli.tables_file import TablesError, read_tables
 from kvreshard.cli.totals import count_totals
 from kvreshard.model import BindError
 from kvreshard.model.tables import Request
@@ -53,6 +53,7 @@ from kvreshard.model.text import MAX_NAME, counted, escaped
 from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.explain import explain
+from kvreshard.plan.request_check import check_request
 from kvreshard.testing.scenario import plain_request
 
 WayOption = Annotated[Way | None, typer.Option(help="Read everything this way.")]
@@ -123,7 +124,7 @@ def plan(
     cost = read_cost_model(cost_model, device)
     routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way)
     warn(pair.warnings)
-    request, what = _request(pair, tables, tokens, hit)
+    request, what = _request(pair, routes, tables, tokens, hit)
     if copies or fills:
         if request is None:  # `_check_options` has refused what leads here
             raise InputError("--copies and --fills need a request")
@@ -182,10 +183,18 @@ def _check_options(
         )
 
 
-def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> tuple[Request | None, str]:
+def _request(
+    pair: Pair, routes: list[Route], tables: Path | None, tokens: int | None, hit: int
+) -> tuple[Request | None, str]:
     """The request, and what it is; None if the pools of these engines hold no request at all. Raises TablesError or BindError."""
     if tables is not None:
-        return read_tables(tables, pair.prefill, pair.decode), f"the request of {tables}"
+        request = read_tables(tables, pair.prefill, pair.decode)
+        try:
+            for route in routes:
+                check_request(route, request)
+        except BindError as error:
+            raise TablesError(f"tables file '{escaped(tables, MAX_NAME)}': {error}") from None
+        return request, f"the request of {tables}"
     if tokens is not None:
         return _invent(pair, tokens, hit)
     tokens = USUAL_TOKENS

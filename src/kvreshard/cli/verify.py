@@ -110,7 +110,7 @@ def verify(
     check_room(fitted, num_ranks if transport == "nixl" else 0)
     if transport == "nixl" and not yes:
         confirm_processes(num_ranks, len(os.sched_getaffinity(0)))
-    warnings = (*judge(found, prefill, "prefill"), *judge(found, decode, "decode"))
+    warnings = tuple(dict.fromkeys((*judge(found, prefill, "prefill"), *judge(found, decode, "decode"))))
     warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()

@@ -307,6 +307,7 @@ def test_bad_tables_print_nothing_but_the_error(run, tmp_path: Path, change, tol
     file.write_text(json.dumps(changed(change)))
     result = run("plan", *PAIR, "--copies", "--fills", "--tables", file, *options)
     assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: tables file '{file}': ")
     assert told in result.stderr
     assert "copies" not in result.stdout
     assert result.stdout == "" or json.loads(result.stdout)["error"]["message"] in result.stderr

@@ -76,5 +76,6 @@ def test_architectures_of_another_type_are_told(run, tmp_path: Path, architectur
     says = (
         f"the file's architectures say {architecture}, which is of model type '{told}', and its model_type says 'llama'"
     )
-    assert [says in line for line in found] == ([True, True] if told else [])
+    # Once: both engines run the same model.
+    assert [says in line for line in found] == ([True] if told else [])
     assert result.exit_code == 0
