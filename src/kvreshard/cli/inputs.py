@@ -225,7 +225,7 @@ def check_decode(spec: EngineSpec) -> None:
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
     """Why vLLM would not run an engine, and what is assumed of it and of its model's file, each as a sentence."""
     refused = (f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
-    doubts = (f"model '{model.name}': {found}" for found in model.doubts)
+    doubts = (f"model '{escaped(model.name, MAX_NAME)}': {found}" for found in model.doubts)
     return (*refused, *doubts, *(f"engine '{name}': {found}" for found in assumed(model, spec)))
 
 
