@@ -3,8 +3,8 @@
 No loop over pages, no geometry: `GroupPair.copies` gives `PagedCopies`, a page and two arrays of page ids wherever a request overlaps alike.
 
 1. `group_aligned` puts pages together whose entries lie alike, in the source's order: a copy of one may continue a copy of another.
-2. Copies that are many and scattered stay pages: one `PagedCopies` for each. Where neighbours continue one another, or there are few,
-   addresses are listed and joined (`AlignedPages.listed`).
+2. Copies that are many and scattered, or too long to be joined, stay pages: one `PagedCopies` for each. Few are listed, and so are neighbours
+   that are joined (`AlignedPages.listed`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class AlignedPages:
         )
 
     def _by_page(self) -> Iterator[PagedCopies]:
-        """The pairs of each page together; where there are neighbours in the source's order, since NIXL joins them."""
+        """The pairs of each page together. Where some are neighbours they are in the source's order, since NIXL joins them."""
         members: defaultdict[Page, list[PagedCopies]] = defaultdict(list)
         for one in self.found:
             members[one.page].append(one)
