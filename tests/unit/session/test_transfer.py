@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -210,6 +212,22 @@ def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
     assert differing_bytes(expected, dst.memory) == {}
 
 
+@contextlib.contextmanager
+def stepping(fabric: FaultyFabric) -> Iterator[None]:
+    """What was posted goes on by itself."""
+    has_ended = threading.Event()
+
+    def step() -> None:
+        while not has_ended.wait(0.1):
+            fabric.step()
+
+    threading.Thread(target=step).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
 def test_a_push_that_cannot_post_all_waits_for_what_it_has_posted() -> None:
     """The caller takes its pages back after the error."""
     fabric = FaultyFabric()
@@ -219,19 +237,10 @@ def test_a_push_that_cannot_post_all_waits_for_what_it_has_posted() -> None:
     routes = [compile_route(src.layout, dst.layout, rank) for rank in dst.layout.rank_by_number]
     pusher = mover(src, 0, dst, staged=False)
     pusher = replace(pusher, peers={0: pusher.peers[0]})
-    has_ended = threading.Event()
-
-    def step() -> None:
-        while not has_ended.wait(0.1):
-            fabric.step()
-
-    threading.Thread(target=step).start()
-    try:
+    with stepping(fabric):
         with pytest.raises(TransportError, match="rank 1 is not among the peers"):
             push(pusher, routes, make_request(), 0)
         assert fabric.num_pending == 0
-    finally:
-        has_ended.set()
 
 
 def test_a_pull_whose_memory_cannot_be_zeroed_waits_for_what_it_has_posted() -> None:
@@ -246,19 +255,10 @@ def test_a_pull_whose_memory_cannot_be_zeroed_waits_for_what_it_has_posted() -> 
             raise RuntimeError("the device is gone")
 
     reader = replace(mover(dst, 0, src, staged=False), memory=Broken())
-    has_ended = threading.Event()
-
-    def step() -> None:
-        while not has_ended.wait(0.1):
-            fabric.step()
-
-    threading.Thread(target=step).start()
-    try:
+    with stepping(fabric):
         with pytest.raises(RuntimeError, match="the device is gone"):
             pull(reader, compile_route(src.layout, dst.layout, 0), make_request(), dst.layout, b"done")
         assert fabric.num_pending == 0
-    finally:
-        has_ended.set()
 
 
 def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
