@@ -3,11 +3,16 @@
 Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
 cut to slices, and make every one of NIXL's transfer requests (of staged transfers the reads). All of it on one thread, so that
 processor time is only its own: the hop to the thread that posts, which in-tree does without, is not in it.
+
+The thread that posts can rest meanwhile (`resting`). It polls, and where the measured thread never waits it hardly gets the interpreter: each
+call of either side that lets go of the interpreter then wakes it up in vain, some 10 us each. Its polling is measured by itself ("idle rank").
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +65,8 @@ class Prepared:
         self._arena = arena
         self._transport: NixlTransport = arena.transport
         # The bench looks inside on purpose: there is no public way to prepare without posting.
-        self._agent = self._transport._owner._agent.agent  # type: ignore[attr-defined]  # what is watched
+        self._owner = self._transport._owner
+        self._agent = self._owner._agent.agent  # type: ignore[attr-defined]  # what is watched
         self._held = Held(self._agent._agent)
         self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0
@@ -84,6 +90,20 @@ class Prepared:
                     self.num_reads += len(piece)
         finally:
             self._agent._agent = self._held.agent
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """The thread that posts does nothing meanwhile."""
+        done = threading.Event()
+
+        def rest() -> None:
+            done.wait()
+
+        self._owner._work.submit(rest)
+        try:
+            yield
+        finally:
+            done.set()
 
     def release(self) -> None:
         """Free the transfer requests."""

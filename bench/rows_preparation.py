@@ -66,7 +66,8 @@ def _shape(shape: Shape, release: str, full: bool) -> Iterator[Result]:
                     intree.read(*tables, post=False)  # noqa: B023
 
                 # Of the short ones many pairs, or their interval says more of the machine than of them.
-                found = compare(ours, theirs, pairs=101, budget_s=6 if full else 0.5, between=release_all)
+                with prepared.resting():
+                    found = compare(ours, theirs, pairs=101, budget_s=6 if full else 0.5, between=release_all)
                 release_all()
                 wait_s = first_token_s(shape, num_tokens)
                 yield compared(

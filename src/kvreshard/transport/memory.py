@@ -200,7 +200,7 @@ class MemoryTransport:
         if target is None:
             raise TransportError(f"peer {transfer.peer!r} ({name}) has closed; remove it and add its successor")
         remote = copies.src_address if transfer.direction is Direction.READ else copies.dst_address
-        target.table.check(f"remote of {transfer.peer!r}", remote, copies.length)
+        target.table.locate(f"remote of {transfer.peer!r}", remote, copies.length)
 
     def _peer(self, name: str) -> tuple[str, RegionTable]:
         try:

@@ -64,14 +64,11 @@ class RegionTable:
             rest.remove(region)
         return RegionTable(rest)
 
-    def check(self, side: str, address: Int64s, length_bytes: Int64s) -> None:
-        """`locate` without saying where: a look at the lowest and the highest byte is enough where one region has both."""
-        if not address.size:
-            return
-        last = int(np.maximum.reduce(address)) + int(np.maximum.reduce(length_bytes)) - 1
+    def has(self, address: Int64s, longest_bytes: int) -> bool:
+        """Whether one region has all copies, at least one, by a look at the lowest byte and the highest. Where not, `locate` says more."""
+        last = int(np.maximum.reduce(address)) + longest_bytes - 1
         region = bisect_right(self._start, np.minimum.reduce(address)) - 1
-        if region < 0 or last > int(self._last[region]):
-            self.locate(side, address, length_bytes)
+        return region >= 0 and last <= int(self._last[region])
 
     def locate(self, side: str, address: Int64s, length_bytes: Int64s) -> NDArray[np.intp]:
         """The index into `regions` for each copy, shape (n,). Addresses are not negative, lengths positive.

@@ -167,14 +167,16 @@ def make_rows(
         pages = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
     else:
         starts, length, pages = (copies.src_address, copies.dst_address), copies.length, ((0, 1), (0, 1))
-    _check_copies(*starts, length, pages)
-    if not len(length):
+    longest = _check_copies(*starts, length, pages)
+    if not longest:
         return []
     here, there = (1, 0) if direction is Direction.READ else (0, 1)
     for name, table, at in (("local", local, here), (side, remote, there)):
         stride, count = pages[at]
-        table.check(name, starts[at], length + (count - 1) * stride if count > 1 else length)
-    if isinstance(copies, CopyList) and int(length.max()) > MAX_COPY_BYTES:
+        beyond = (count - 1) * stride
+        if not table.has(starts[at], longest + beyond):
+            table.locate(name, starts[at], length + beyond)
+    if isinstance(copies, CopyList) and longest > MAX_COPY_BYTES:
         # Cut after the check, since a refusal names the copy, and one that crosses into another region is none that may be cut.
         src, dst, length, _ = cut_long(*starts, length, max_bytes=MAX_COPY_BYTES)
         starts = src, dst
@@ -218,8 +220,10 @@ def check_pages(copies: PagedCopies) -> None:
             raise TransportError(f"{name} pages from {int(ids.min())} to {int(ids.max())}, but there are [0, {count})")
 
 
-def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Raises TransportError unless these are copies: one number a side and copy, all in the address space."""
+def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]) -> int:
+    """The bytes of the longest copy, 0 without any. Raises TransportError unless these are copies: one number a side and copy, all in the
+    address space.
+    """
     columns = (("source", src), ("destination", dst), ("length", length))
     for name, column in columns:
         if not isinstance(column, np.ndarray):
@@ -234,15 +238,17 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[i
             raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
     most = ADDRESS_SPACE_BYTES // 2
     if not len(length):
-        return
+        return 0
     least_src, least_dst, least = [int(np.minimum.reduce(column)) for column in (src, dst, length)]
-    if least <= 0 or min(least_src, least_dst) < 0 or int(np.maximum.reduce(length)) >= most:
+    longest = int(np.maximum.reduce(length))
+    if least <= 0 or min(least_src, least_dst) < 0 or longest >= most:
         wrong = (length <= 0) | (length >= most) | (src < 0) | (dst < 0)
         row = int(np.flatnonzero(wrong)[0])
         raise TransportError(
             f"copy {row} of {len(length)}: {int(length[row])} bytes from {int(src[row])} to {int(dst[row])}; a length is above 0 and "
             f"below {most}, and an address is not negative"
         )
+    return longest
 
 
 def _rows(
