@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -60,36 +59,25 @@ class FirstEntries(msgspec.Struct, frozen=True, eq=False):
     order: NDArray[np.intp] | None
 
 
-@dataclass(frozen=True, eq=False)
 class AlignedPages:
-    """Pages from one source rank whose entries lie alike."""
+    """Pages from one source rank whose entries lie alike: `num_pages` pairs of them with `num_entries` each.
 
-    found: Sequence[PagedCopies]
+    `num_joined`: how many copies of an entry continue the one before, and are joined with it: long ones are not.
+    """
 
-    @property
-    def num_entries(self) -> int:
-        return self.found[0].page.num_entries
-
-    @cached_property
-    def num_pages(self) -> int:
-        """Pairs of pages."""
-        return sum(len(one.src_page) for one in self.found)
-
-    @cached_property
-    def num_joined(self) -> int:
-        """How many copies of an entry continue the one before, and are joined with it: long ones are not."""
-        if self.num_pages < 2 or min(one.page.run_bytes for one in self.found) >= max_joined_bytes(self.num_bytes):
-            return 0
-        return int(np.count_nonzero(self.first_entries.joins))
+    def __init__(self, found: Sequence[PagedCopies]) -> None:
+        self.found = found
+        self.num_entries = found[0].page.num_entries
+        self.num_pages = sum([len(one.src_page) for one in found])
+        self.num_bytes = sum([one.num_bytes for one in found])
+        shortest = min([one.page.run_bytes for one in found])
+        may_join = self.num_pages > 1 and shortest < max_joined_bytes(self.num_bytes)
+        self.num_joined = int(np.count_nonzero(self.first_entries.joins)) if may_join else 0
 
     @property
     def num_copies(self) -> int:
         """When neighbours are joined."""
         return self.num_entries * (self.num_pages - self.num_joined)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.found)
 
     @cached_property
     def first_entries(self) -> FirstEntries:

@@ -155,7 +155,9 @@ class PagedCopies(msgspec.Struct, frozen=True, eq=False):
         page = self.page
         src = (page.src_start[entries, None] + self.src_page[pages] * page.src_stride).reshape(-1)
         dst = (page.dst_start[entries, None] + self.dst_page[pages] * page.dst_stride).reshape(-1)
-        return CopyList(self.src_rank, self.dst_rank, src, dst, np.full(len(src), page.run_bytes))
+        length = np.empty(len(src), np.int64)
+        length.fill(page.run_bytes)
+        return CopyList(self.src_rank, self.dst_rank, src, dst, length)
 
 
 Copies = CopyList | PagedCopies

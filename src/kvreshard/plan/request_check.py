@@ -42,12 +42,19 @@ class Used(NamedTuple):
 
     def ids(self) -> Int64s:
         """The page ids, each entry's once."""
-        end, found = 0, []
+        if len(self.ranges) == 1:
+            ((start, stop),) = self.ranges
+            return self.pages[start:stop]
+        end, found = 0, [_NO_PAGES]
         for start, stop in sorted(self.ranges):
             if stop > end:
                 found.append(self.pages[max(start, end) : stop])
                 end = stop
-        return joined(found) if found else _NO_PAGES
+        return joined(found)
+
+
+UsedIds = list[tuple[Group, Int64s]]
+"""Of groups of one pool: the page ids that are read or written, at least one each."""
 
 
 def check_request(route: Route, request: Request) -> None:
@@ -64,26 +71,31 @@ def check_request(route: Route, request: Request) -> None:
         intervals = request.intervals[name]
         if not intervals:
             continue
-        tables = (
-            _table(request.src_tables, pair.src.group, "source"),
-            _table(request.dst_tables, pair.dst.group, "destination"),
-        )
+        src = _table(request.src_tables, pair.src.group, "source")
+        dst = _table(request.dst_tables, pair.dst.group, "destination")
         if pair.is_state:
-            _check_state(pair, *tables)
-        for side, table, used in zip((pair.src, pair.dst), tables, (src_used, dst_used), strict=True):
-            if side.group.name not in used:
-                used[side.group.name] = Used(side.group, table.pages, set())
-            ranges = used[side.group.name].ranges
+            _check_state(pair, src, dst)
+        for side, table, used in ((pair.src, src, src_used), (pair.dst, dst, dst_used)):
+            group = side.group
+            if group.name not in used:
+                used[group.name] = Used(group, table.pages, set())
+            ranges = used[group.name].ranges
             if side.owned is None or pair.sequence is None:
                 ranges.add((0, len(table.pages)))
                 continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
                 ranges.add(_entries(pair.sequence, side, side.owned, table, interval))
-    written = [(used.group, used.ids()) for used in dst_used.values()]
-    _check_ids([(used.group, used.ids()) for used in src_used.values()], "source")
-    _check_ids(written, "destination")
-    _check_used_once(route, {group.name: pages for group, pages in written}, request)
+    for found in _by_pool(src_used).values():
+        ids = _ids_of(found)
+        _check_inside(found, int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)), "source")
+    written = _by_pool(dst_used)
+    for found in written.values():
+        ids = np.sort(_ids_of(found))
+        _check_inside(found, int(ids[0]), int(ids[-1]), "destination")
+        _check_once(found, ids)
+    if request.dst_new_pages:
+        _check_new_pages(route, written, request)
 
 
 def check_group_names(groups: Sequence[Group], request: Request) -> None:
@@ -155,59 +167,59 @@ def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, int
     return low - table.first_page, high - table.first_page
 
 
-def _check_ids(tables: Sequence[tuple[Group, Int64s]], side: str) -> None:
-    """Every id inside its pool, and none the null page. Groups that share a pool are looked at together."""
-    together: defaultdict[tuple[int, int | None], list[tuple[Group, Int64s]]] = defaultdict(list)
-    for group, pages in tables:
+def _by_pool(used: Mapping[str, Used]) -> Mapping[str, UsedIds]:
+    pools: defaultdict[str, UsedIds] = defaultdict(list)
+    for one in used.values():
+        pages = one.ids()
         if len(pages):
-            together[group.num_pages, group.null_page].append((group, pages))
-    for (num_pages, null_page), found in together.items():
-        if not _are_inside(joined([pages for _, pages in found]), num_pages, null_page):
-            raise _outside(*next(one for one in found if not _are_inside(one[1], num_pages, null_page)), side)
+            pools[one.group.pool].append((one.group, pages))
+    return pools
 
 
-def _are_inside(pages: Int64s, num_pages: int, null_page: int | None) -> bool:
-    low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
-    may_have_null = null_page is not None and low <= null_page <= high
-    return low >= 0 and high < num_pages and not (may_have_null and bool((pages == null_page).any()))
+def _ids_of(found: UsedIds) -> Int64s:
+    return joined([pages for _, pages in found])
 
 
-def _outside(group: Group, pages: Int64s, side: str) -> BindError:
-    low, high = int(pages.min()), int(pages.max())
-    if low < 0 or high >= group.num_pages:
-        return BindError(
-            f"group '{group.name}': the {side}'s block table names page {low if low < 0 else high}, but its pool "
-            f"'{group.pool}' has pages [0, {group.num_pages})"
-        )
-    return BindError(
-        f"group '{group.name}': the {side}'s block table has the null page {group.null_page} inside the tokens to "
-        "be moved; move only tokens whose pages exist"
-    )
+def _check_inside(found: UsedIds, low: int, high: int, side: str) -> None:
+    """Every id inside the pool, and none the null page. All are from `low` to `high`."""
+    num_pages = found[0][0].num_pages
+    if low < 0 or high >= num_pages:
+        for group, pages in found:
+            wrong = pages[(pages < 0) | (pages >= num_pages)]
+            if len(wrong):
+                raise BindError(
+                    f"group '{group.name}': the {side}'s block table names page {wrong[0]}, but its pool '{group.pool}' has pages "
+                    f"[0, {num_pages})"
+                )
+    for group, pages in found:
+        null = group.null_page
+        if null is not None and low <= null <= high and (pages == null).any():
+            raise BindError(
+                f"group '{group.name}': the {side}'s block table has the null page {null} inside the tokens to "
+                "be moved; move only tokens whose pages exist"
+            )
 
 
-def _check_used_once(route: Route, written: Mapping[str, Int64s], request: Request) -> None:
-    """No page of a pool is written or called new by two groups, or twice by one."""
-    by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
-    for group in route.dst_groups:
-        new = checked_new_pages(group, request) if request.dst_new_pages else _NO_PAGES
-        pages = written.get(group.name, _NO_PAGES)
-        if len(new):
-            _once(group.pool, {group.name: pages})
-            pages = np.union1d(pages, new)
-        if len(pages):
-            by_pool[group.pool][group.name] = pages
-    for pool, pages_of in by_pool.items():
-        _once(pool, pages_of)
+def _check_new_pages(route: Route, written: Mapping[str, UsedIds], request: Request) -> None:
+    """No page of a pool is called new by one group and written or called new by another."""
+    for pool in {group.pool for group in route.dst_groups}:
+        pages_of = {group.name: pages for group, pages in written.get(pool, ())}
+        found: UsedIds = []
+        for group in route.dst_groups:
+            if group.pool == pool:
+                new = checked_new_pages(group, request)
+                found.append((group, np.union1d(pages_of.get(group.name, _NO_PAGES), new)))
+        _check_once(found, np.sort(_ids_of(found)))
 
 
-def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
-    values = np.sort(joined(list(pages_of.values())))
-    again = values[1:] == values[:-1]
-    if np.logical_or.reduce(again):
-        page = int(values[1:][again][0])
-        owners = [name for name, pages in pages_of.items() if page in pages]
+def _check_once(found: UsedIds, ids: Int64s) -> None:
+    """No id is there twice, in one group or in two of a pool. `ids`: all of them, sorted."""
+    again = ids[1:] == ids[:-1]
+    if again.any():
+        page = int(ids[1:][again][0])
+        owners = [group.name for group, pages in found if page in pages]
         raise BindError(
-            f"page {page} of destination pool '{pool}' is written twice, by {' and '.join(map(repr, owners))}: a "
+            f"page {page} of destination pool '{found[0][0].pool}' is written twice, by {' and '.join(map(repr, owners))}: a "
             "page belongs to one group and one place in its block table"
         )
 
@@ -226,5 +238,5 @@ def checked_new_pages(group: Group, request: Request) -> Int64s:
         raise BindError(
             f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
         )
-    _check_ids([(group, new_pages)], "destination")
+    _check_inside([(group, ids)], int(ids[0]), int(ids[-1]), "destination")
     return new_pages

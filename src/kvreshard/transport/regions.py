@@ -64,11 +64,10 @@ class RegionTable:
             rest.remove(region)
         return RegionTable(rest)
 
-    def has(self, address: Int64s, longest_bytes: int) -> bool:
-        """Whether one region has all copies, at least one, by a look at the lowest byte and the highest. Where not, `locate` says more."""
-        last = int(np.maximum.reduce(address)) + longest_bytes - 1
-        region = bisect_right(self._start, np.minimum.reduce(address)) - 1
-        return region >= 0 and last <= int(self._last[region])
+    def has(self, start: int, stop: int) -> bool:
+        """Whether one region has all the bytes `[start, stop)`."""
+        region = bisect_right(self._start, start) - 1
+        return region >= 0 and stop - 1 <= int(self._last[region])
 
     def locate(self, side: str, address: Int64s, length_bytes: Int64s) -> NDArray[np.intp]:
         """The index into `regions` for each copy, shape (n,). Addresses are not negative, lengths positive.

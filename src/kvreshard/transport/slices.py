@@ -167,14 +167,14 @@ def make_rows(
         pages = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
     else:
         starts, length, pages = (copies.src_address, copies.dst_address), copies.length, ((0, 1), (0, 1))
-    longest = _check_copies(*starts, length, pages)
+    least, longest = _check_copies(*starts, length, pages)
     if not longest:
         return []
     here, there = (1, 0) if direction is Direction.READ else (0, 1)
     for name, table, at in (("local", local, here), (side, remote, there)):
         stride, count = pages[at]
         beyond = (count - 1) * stride
-        if not table.has(starts[at], longest + beyond):
+        if not table.has(least[at], int(np.maximum.reduce(starts[at])) + longest + beyond):
             table.locate(name, starts[at], length + beyond)
     if isinstance(copies, CopyList) and longest > MAX_COPY_BYTES:
         # Cut after the check, since a refusal names the copy, and one that crosses into another region is none that may be cut.
@@ -220,9 +220,12 @@ def check_pages(copies: PagedCopies) -> None:
             raise TransportError(f"{name} pages from {int(ids.min())} to {int(ids.max())}, but there are [0, {count})")
 
 
-def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]) -> int:
-    """The bytes of the longest copy, 0 without any. Raises TransportError unless these are copies: one number a side and copy, all in the
-    address space.
+def _check_copies(
+    src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[int, int], tuple[int, int]]
+) -> tuple[tuple[int, int], int]:
+    """The lowest address of either side, and the bytes of the longest copy, 0 without any.
+
+    Raises TransportError unless these are copies: one number a side and copy, all in the address space.
     """
     columns = (("source", src), ("destination", dst), ("length", length))
     for name, column in columns:
@@ -238,7 +241,7 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[i
             raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
     most = ADDRESS_SPACE_BYTES // 2
     if not len(length):
-        return 0
+        return (0, 0), 0
     least_src, least_dst, least = [int(np.minimum.reduce(column)) for column in (src, dst, length)]
     longest = int(np.maximum.reduce(length))
     if least <= 0 or min(least_src, least_dst) < 0 or longest >= most:
@@ -248,7 +251,7 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, pages: tuple[tuple[i
             f"copy {row} of {len(length)}: {int(length[row])} bytes from {int(src[row])} to {int(dst[row])}; a length is above 0 and "
             f"below {most}, and an address is not negative"
         )
-    return longest
+    return (least_src, least_dst), longest
 
 
 def _rows(
