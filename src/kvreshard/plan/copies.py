@@ -213,8 +213,13 @@ def joined_lists(lists: Sequence[CopyList]) -> CopyList:
     first = lists[0]
     if len(lists) == 1:
         return first
-    columns = ([getattr(one, name) for one in lists] for name in ("src_address", "dst_address", "length"))
-    return CopyList(first.src_rank, first.dst_rank, *map(np.concatenate, columns))
+    return CopyList(
+        first.src_rank,
+        first.dst_rank,
+        np.concatenate([one.src_address for one in lists]),
+        np.concatenate([one.dst_address for one in lists]),
+        np.concatenate([one.length for one in lists]),
+    )
 
 
 def joined(arrays: Sequence[Int64s]) -> Int64s:

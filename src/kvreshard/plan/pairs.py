@@ -134,11 +134,13 @@ class GroupPair:
         if not intervals:
             return []
         tables = request.src_tables[self.src.group.name], request.dst_tables[self.dst.group.name]
+        if self.sequence is None:
+            return [PageRange(Overlap(0, 0, 1), 0, 1, 1, True, *tables)]
         sizes = self.src.span.indices, self.dst.span.indices
         step = math.lcm(*sizes)
         return [
             PageRange(overlap, first, count, step, recurs, *tables)
-            for start, stop in self.indices(intervals)
+            for start, stop in self.sequence.index_ranges(intervals)
             for overlap, first, count, recurs in cut(start, stop, *sizes)
         ]
 
@@ -178,10 +180,10 @@ class GroupPair:
         """What some of the transfers copy of some page ranges, page by page. Raises BindError where it is more than the budget."""
         budget = budget or RequestBudget()
         for page_range in page_ranges:
-            held = self.holders(page_range, transfers, budget)
-            if not held:
+            num_held = len(self.holders(page_range, transfers, budget)) if self._are_shared else len(transfers)
+            if not num_held:
                 continue
-            budget.spend(len(held), 0)
+            budget.spend(num_held, 0)
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):

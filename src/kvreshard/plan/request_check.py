@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,25 +32,8 @@ from kvreshard.plan.route import Route
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
-class Used(NamedTuple):
-    """A group's block table, and the ranges of its entries that are read or written; they may overlap."""
-
-    group: Group
-    pages: Int64s
-    ranges: set[tuple[int, int]]
-
-    def ids(self) -> Int64s:
-        """The page ids, each entry's once."""
-        if len(self.ranges) == 1:
-            ((start, stop),) = self.ranges
-            return self.pages[start:stop]
-        end, found = 0, [_NO_PAGES]
-        for start, stop in sorted(self.ranges):
-            if stop > end:
-                found.append(self.pages[max(start, end) : stop])
-                end = stop
-        return joined(found)
-
+Used = dict[str, tuple[Group, Int64s, set[tuple[int, int]]]]
+"""By group: its block table, and the ranges of its entries that are read or written; they may overlap."""
 
 UsedIds = list[tuple[Group, Int64s]]
 """Of groups of one pool: the page ids that are read or written, at least one each."""
@@ -62,8 +44,8 @@ def check_request(route: Route, request: Request) -> None:
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     check_group_names(route.dst_groups, request)
-    src_used: dict[str, Used] = {}
-    dst_used: dict[str, Used] = {}
+    src_used: Used = {}
+    dst_used: Used = {}
     for pair in route.pairs:
         name = pair.dst.group.name
         if name not in request.intervals:
@@ -76,10 +58,7 @@ def check_request(route: Route, request: Request) -> None:
         if pair.is_state:
             _check_state(pair, src, dst)
         for side, table, used in ((pair.src, src, src_used), (pair.dst, dst, dst_used)):
-            group = side.group
-            if group.name not in used:
-                used[group.name] = Used(group, table.pages, set())
-            ranges = used[group.name].ranges
+            *_, ranges = used.setdefault(side.group.name, (side.group, table.pages, set()))
             if side.owned is None or pair.sequence is None:
                 ranges.add((0, len(table.pages)))
                 continue
@@ -87,11 +66,11 @@ def check_request(route: Route, request: Request) -> None:
             for interval in intervals:
                 ranges.add(_entries(pair.sequence, side, side.owned, table, interval))
     for found in _by_pool(src_used).values():
-        ids = _ids_of(found)
+        ids = joined([pages for _, pages in found])
         _check_inside(found, int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)), "source")
     written = _by_pool(dst_used)
     for found in written.values():
-        ids = np.sort(_ids_of(found))
+        ids = _sorted_ids(found)
         _check_inside(found, int(ids[0]), int(ids[-1]), "destination")
         _check_once(found, ids)
     if request.dst_new_pages:
@@ -167,17 +146,21 @@ def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, int
     return low - table.first_page, high - table.first_page
 
 
-def _by_pool(used: Mapping[str, Used]) -> Mapping[str, UsedIds]:
+def _by_pool(used: Used) -> Mapping[str, UsedIds]:
     pools: defaultdict[str, UsedIds] = defaultdict(list)
-    for one in used.values():
-        pages = one.ids()
-        if len(pages):
-            pools[one.group.pool].append((one.group, pages))
+    for group, table, ranges in used.values():
+        end = 0
+        for start, stop in sorted(ranges):
+            if stop > end:  # each entry once
+                pools[group.pool].append((group, table[max(start, end) : stop]))
+                end = stop
     return pools
 
 
-def _ids_of(found: UsedIds) -> Int64s:
-    return joined([pages for _, pages in found])
+def _sorted_ids(found: UsedIds) -> Int64s:
+    ids = np.concatenate([pages for _, pages in found])
+    ids.sort()
+    return ids
 
 
 def _check_inside(found: UsedIds, low: int, high: int, side: str) -> None:
@@ -203,21 +186,23 @@ def _check_inside(found: UsedIds, low: int, high: int, side: str) -> None:
 def _check_new_pages(route: Route, written: Mapping[str, UsedIds], request: Request) -> None:
     """No page of a pool is called new by one group and written or called new by another."""
     for pool in {group.pool for group in route.dst_groups}:
-        pages_of = {group.name: pages for group, pages in written.get(pool, ())}
+        used = written.get(pool, ())
         found: UsedIds = []
         for group in route.dst_groups:
             if group.pool == pool:
                 new = checked_new_pages(group, request)
-                found.append((group, np.union1d(pages_of.get(group.name, _NO_PAGES), new)))
-        _check_once(found, np.sort(_ids_of(found)))
+                found.append(
+                    (group, np.unique(joined([new, *(pages for one, pages in used if one.name == group.name)])))
+                )
+        _check_once(found, _sorted_ids(found))
 
 
 def _check_once(found: UsedIds, ids: Int64s) -> None:
     """No id is there twice, in one group or in two of a pool. `ids`: all of them, sorted."""
     again = ids[1:] == ids[:-1]
-    if again.any():
+    if np.logical_or.reduce(again):
         page = int(ids[1:][again][0])
-        owners = [group.name for group, pages in found if page in pages]
+        owners = dict.fromkeys(group.name for group, pages in found if page in pages)
         raise BindError(
             f"page {page} of destination pool '{found[0][0].pool}' is written twice, by {' and '.join(map(repr, owners))}: a "
             "page belongs to one group and one place in its block table"

@@ -57,7 +57,11 @@ def test_the_good_one_is_good() -> None:
         ("group 'full'|source's pages [0, 3)|has pages [1, 4)", src_table([1, 2, 3], first_page=1)),
         ("group 'full'|tokens up to 10|source's pages hold 9", src_table([1, 2, 3], 9)),
         ("group 'full'|tokens up to 10|destination's pages hold 4", dst_table([1, 2, 3], 4)),
-        ("page 5|pool 'pages'|written twice|'full'", dst_table([5, 3, 5])),
+        ("page 5|pool 'pages'|written twice, by 'full':", dst_table([5, 3, 5])),
+        (
+            "page 5|pool 'pages'|written twice, by 'full':",
+            changed(dst_table([5, 3, 5]), intervals={GROUP: [(0, 4), (8, 10)]}),
+        ),
         ("group 'full'|source gives no block table", changed(GOOD, src_tables={})),
         ("group 'full'|destination gives no block table", changed(GOOD, dst_tables={})),
         ("group 'full'|no token intervals|empty list", changed(GOOD, intervals={})),
