@@ -100,9 +100,8 @@ class AlignedPages:
         """Neighbours that join are listed where they are most, or all are fewer than `min_paged`; else pages stay pages from `min_paged` copies
         on. Raises BindError before it lists more than the budget has.
         """
-        num_copies = self.num_copies
-        if self.num_joined and (num_copies < min_paged or self.num_joined > MAX_JOINED * self.num_pages):
-            budget.spend_listed(num_copies)
+        if self.num_joined and (self.num_copies < min_paged or self.num_joined > MAX_JOINED * self.num_pages):
+            budget.spend_listed(self.num_copies)
             yield self.listed()
             return
         for paged in self._by_page():
