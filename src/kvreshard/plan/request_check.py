@@ -185,7 +185,7 @@ def _check_inside(found: UsedIds, low: int, high: int, side: str) -> None:
 
 def _check_new_pages(route: Route, written: Mapping[str, UsedIds], request: Request) -> None:
     """No page of a pool is called new by one group and written or called new by another."""
-    for pool in {group.pool for group in route.dst_groups}:
+    for pool in dict.fromkeys(group.pool for group in route.dst_groups):
         used = written.get(pool, ())
         found: UsedIds = []
         for group in route.dst_groups:
