@@ -103,8 +103,8 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
     is_whole = np.ones(len(table.pages), dtype=bool)
     for pair in pairs:
         moved, span = np.zeros(len(table.pages), dtype=bool), pair.dst.span
-        if not pair.is_state and span.ring_pages is None:
-            for start, stop in pair.indices(request.intervals[group.name]):
+        if pair.sequence is not None and span.ring_pages is None:
+            for start, stop in pair.sequence.index_ranges(request.intervals[group.name]):
                 low, high = -(-start // span.indices) * span.pages, stop // span.indices * span.pages
                 moved[max(0, low - table.first_page) : max(0, high - table.first_page)] = True
         is_whole &= moved

@@ -122,12 +122,6 @@ class GroupPair:
             found.setdefault(None if transfer.choice.is_open else transfer.choice.way, []).append(transfer)
         return tuple((way, tuple(transfers)) for way, transfers in found.items())
 
-    def indices(self, intervals: Sequence[Tokens]) -> Iterator[tuple[int, int]]:
-        """The ranges of indices that token intervals bring. A state is index 0."""
-        if self.sequence is not None:
-            return self.sequence.index_ranges(intervals)
-        return iter([(0, 1)] if intervals else [])
-
     def page_ranges(self, request: Request) -> list[PageRange]:
         """What a checked request moves of the pair."""
         intervals = request.intervals[self.dst.group.name]
@@ -180,10 +174,10 @@ class GroupPair:
         """What some of the transfers copy of some page ranges, page by page. Raises BindError where it is more than the budget."""
         budget = budget or RequestBudget()
         for page_range in page_ranges:
-            num_held = len(self.holders(page_range, transfers, budget)) if self._are_shared else len(transfers)
-            if not num_held:
+            held = self.holders(page_range, transfers, budget)
+            if not held:
                 continue
-            budget.spend(num_held, 0)
+            budget.spend(len(held), 0)
             src_ids: dict[int, Int64s] = {}
             dst_ids: dict[int, Int64s] = {}
             for of in self.pages(page_range, transfers):

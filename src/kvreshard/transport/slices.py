@@ -119,10 +119,8 @@ class Cursor:
         if placed is None:
             raise IndexError("no copies are left")
         before, end = int(placed.costs[first]), len(placed.local)
-        stop = end
-        if int(placed.costs[end]) > before + budget_bytes:
-            stop = max(first + 1, int(placed.costs.searchsorted(before + budget_bytes, side="right")) - 1)
-        self._next = stop = _in_shares(first, stop, end)
+        stop = int(placed.costs.searchsorted(before + budget_bytes, side="right")) - 1
+        self._next = stop = _in_shares(first, max(first + 1, stop), end)
         if stop == end:
             self._placed, self._next = next(self._left, None), 0
         return Slice(
@@ -230,16 +228,12 @@ def _check_copies(
     Raises TransportError unless these are copies: one number a side and copy, all in the address space.
     """
     columns = (("source", src), ("destination", dst), ("length", length))
-    for name, column in columns if not (type(src) is type(dst) is type(length) is np.ndarray) else ():
+    for name, column in columns:
         if not isinstance(column, np.ndarray):
             expect(
                 column, np.ndarray, f"the {name} column of copies", "an array of int64, as `CopyList.of` makes of lists"
             )
-    if not (
-        src.shape == dst.shape == length.shape
-        and length.ndim == 1
-        and src.dtype == dst.dtype == length.dtype == np.int64
-    ):
+    if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
         shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
         raise TransportError(f"copies need one source, one destination and one length each, as int64; got {shapes}")
     for stride, count in pages:
