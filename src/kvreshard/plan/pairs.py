@@ -23,7 +23,7 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.field import Axis
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.rank import Group
-from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.budget import PAGE_ENTRIES, RequestBudget, nest_entries
 from kvreshard.plan.copies import (
     MAX_COPY_BYTES,
