@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from bench.arena import STAGING_BYTES, Arena
 from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
@@ -25,6 +23,7 @@ from kvreshard.plan.route import Route
 from kvreshard.session.mover import Staging, reads_into
 from kvreshard.transport.base import Direction
 from kvreshard.transport.nixl import NixlTransport
+from kvreshard.vllm.page_list import page_array
 
 # What the owner's budget grows to at some 20 ms a post on one host.
 BUDGET_BYTES = 128 << 20
@@ -50,7 +49,7 @@ class Listed:
         """As arrays, made as the connector makes them."""
         src, dst = (
             {
-                name: PageTable(np.fromiter(pages, np.int64, len(pages)), num_tokens, first)
+                name: PageTable(page_array(pages), num_tokens, first)
                 for name, (pages, num_tokens, first) in tables.items()
             }
             for tables in self.sides

@@ -31,6 +31,7 @@ from kvreshard.model.tables import Request as Transfer
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.items import Positions, digest_with_key, first_difference, isolate, with_key
 from kvreshard.vllm.missing_items import MissingItems
+from kvreshard.vllm.page_list import page_array
 from kvreshard.vllm.params import RemotePrefill
 from kvreshard.vllm.prompt import Prompt, PromptDigest, count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, read_prompt
@@ -221,7 +222,7 @@ def make_transfer(
             if block.block_hash is None and not block.is_null and block.block_id in held
         ]
         start = max(first_missing(group, blocks, num_tokens), first_token(prefill, group))
-        tables[group.name] = PageTable(np.fromiter(pages, np.int64, len(pages)), num_tokens, first)
+        tables[group.name] = PageTable(page_array(pages), num_tokens, first)
         intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
         new_pages[group.name] = np.array(fresh, dtype=np.int64)
     return Transfer(prefill.tables(), tables, intervals, new_pages)

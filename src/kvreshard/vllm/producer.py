@@ -24,7 +24,6 @@ import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
@@ -39,7 +38,7 @@ from kvreshard.vllm.early_prefills import EarlyPrefills
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.leases import Leases, is_choice
-from kvreshard.vllm.page_list import write_pages
+from kvreshard.vllm.page_list import page_array, write_pages
 from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, count_settled, read_prompt
@@ -290,7 +289,7 @@ class Producer:
             return None
         promised = needed or [0] * len(pages)
         tables = {
-            group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
+            group.name: PageTable(page_array(ids), num_tokens, first)
             for group, (first, ids) in zip(self._config.groups, pages, strict=True)
         }
         leased = self.leases.find(request.request_id)
@@ -318,7 +317,7 @@ class Producer:
                 )
                 for group, (first, _), token in zip(self._config.groups, pages, promised, strict=True)
             ),
-            {group.name: write_pages(ids) for group, (_, ids) in zip(self._config.groups, pages, strict=True) if ids},
+            {name: write_pages(table.pages) for name, table in tables.items() if len(table.pages)},
             digest_prompt(read_prompt(request, self._config), num_tokens, key),
             made_of=tables,
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import random
+import struct
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvreshard.vllm.page_list import MAX_ID_BITS, read_pages, write_pages
+from kvreshard.vllm.page_list import MAX_ID_BITS, page_array, read_pages, write_pages
 
 RUNS = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(-40, 40)), max_size=30)
 
@@ -133,3 +135,17 @@ def test_many_pages_in_few_bytes_take_no_memory(num_pages: int) -> None:
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
+
+
+@given(ids=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=50))
+def test_the_array_of_a_block_list_has_its_ids(ids: list[int]) -> None:
+    found = page_array(ids)
+    assert found.dtype == np.int64
+    assert found.shape == (len(ids),)
+    assert found.tolist() == ids
+
+
+@pytest.mark.parametrize("wrong", [1.5, None, "7", 1 << 63])
+def test_what_is_no_page_id_is_not_rounded_to_one(wrong: object) -> None:
+    with pytest.raises(struct.error):
+        page_array([3, wrong])  # type: ignore[list-item]  # that is the test
