@@ -1,9 +1,9 @@
-"""Writes the verdicts, the tables and the machine of `bench/results.json` into `docs/performance.md`: `python -m bench.page`."""
+"""Writes the verdicts, the tables, the machine and the commits of `bench/results.json` into `docs/performance.md`: `python -m bench.page`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,30 @@ def main() -> None:
     body = json.loads((HERE / "results.json").read_text())
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(before + BEGIN + "\n" + describe(body["machine"]) + tables(body["results"]) + "\n" + END + after)
+    PAGE.write_text(
+        before
+        + BEGIN
+        + "\n"
+        + describe(body["machine"], body["commits"])
+        + tables(body["results"])
+        + "\n"
+        + END
+        + after
+    )
 
 
-def describe(machine: dict[str, Any]) -> str:
+def describe(machine: dict[str, Any], commits: Mapping[str, str]) -> str:
+    """The machine of the last run, and the commit of every row, by its letter."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    speed = ""
-    if "million_additions_ms" in machine:
-        speed = f" A million additions in Python take {machine['million_additions_ms']} ms there: by this, absolute times compare between machines."
+    by_commit: dict[str, list[str]] = {}
+    for letter, commit in commits.items():
+        by_commit.setdefault(commit or "unknown", []).append(TITLES[letter].partition(":")[0].lower())
+    rows = "".join(f"- {commit}: {'; '.join(titles)}.\n" for commit, titles in by_commit.items())
     return (
-        f"Commit {machine['commit'] or 'unknown'}, on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
-        f"{versions}. Load when the run began: {machine['load_at_start']} (on a busy machine believe the ratios, not the times).{speed}\n\n"
+        f"The last run: {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
+        f"{versions}. Load when it began: {machine['load_at_start']} (on a busy machine believe the ratios, not the times). A million additions in Python "
+        f"take {machine['million_additions_ms']} ms there: by this, absolute times compare between machines.\n\n"
+        f"Rows are measured one by one. The commit of each:\n\n{rows}\n"
     )
 
 

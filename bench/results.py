@@ -103,13 +103,19 @@ def _million_additions_ms() -> float:
 
 
 def save(results: Sequence[Result], about: dict[str, Any], path: Path) -> None:
-    """Write them all. Rows (by their letter) of an earlier run that this one did not touch are kept, so that rows can be run one by one."""
-    kept = []
+    """Write them all. Rows (by their letter) of an earlier run that this one did not touch are kept with their commits, so that rows can be run
+    one by one. `about`: the machine of this run.
+    """
+    touched = {result.row[0] for result in results}
+    kept: list[Any] = []
+    commits: dict[str, str] = {}
     if path.exists():
-        touched = {result.row[0] for result in results}
-        kept = [entry for entry in json.loads(path.read_text())["results"] if entry["row"][0] not in touched]
-    body = {"machine": about, "results": [*kept, *(asdict(result) for result in results)]}
-    body["results"].sort(key=lambda entry: entry["row"])
+        before = json.loads(path.read_text())
+        kept = [entry for entry in before["results"] if entry["row"][0] not in touched]
+        commits = before["commits"]
+    commits |= dict.fromkeys(touched, about["commit"])
+    entries = sorted([*kept, *(asdict(result) for result in results)], key=lambda entry: entry["row"])
+    body = {"machine": about, "commits": dict(sorted(commits.items())), "results": entries}
     path.write_text(json.dumps(body, indent=1, default=float) + "\n")
 
 

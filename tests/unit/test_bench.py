@@ -128,10 +128,15 @@ def test_a_first_token_takes_the_longer_of_computing_and_reading_weights() -> No
 def test_results_are_kept_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     first = Result("b", "two, fresh", 1.0, "ms", "NixlConnector", 2.0, 2.0, (1.5, 2.5), (Bar("fast", True),))
-    save([skipped("a", "one", "why not"), first], machine(), path)
-    save([Result("a", "one", 3.0, "ms", "NixlConnector", 6.0, 2.0, (0.5, 2.5), (Bar("fast", False),))], machine(), path)
-    results = json.loads(path.read_text())["results"]
-    assert [(entry["row"], entry["bars"][0]["holds"]) for entry in results] == [("a", False), ("b", True)]
+    save([skipped("a", "one", "why not"), first], machine() | {"commit": "1111111"}, path)
+    again = Result("a", "one", 3.0, "ms", "NixlConnector", 6.0, 2.0, (0.5, 2.5), (Bar("fast", False),))
+    save([again], machine() | {"commit": "2222222"}, path)
+    body = json.loads(path.read_text())
+    assert [(entry["row"], entry["bars"][0]["holds"]) for entry in body["results"]] == [("a", False), ("b", True)]
+    assert body["commits"] == {"a": "2222222", "b": "1111111"}
+    said = page.describe(body["machine"], body["commits"]).splitlines()
+    assert "- 2222222: handshake." in said
+    assert "- 1111111: preparation of a request." in said
 
 
 def test_the_page_says_where_a_bar_does_not_hold(tmp_path: Path) -> None:

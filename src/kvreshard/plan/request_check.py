@@ -66,13 +66,11 @@ def check_request(route: Route, request: Request) -> None:
             for interval in intervals:
                 ranges.add(_entries(pair.sequence, side, side.owned, table, interval))
     for found in _by_pool(src_used).values():
-        ids = joined([pages for _, pages in found])
-        _check_inside(found, int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)), "source")
+        _check_inside(found, "source")
     written = _by_pool(dst_used)
     for found in written.values():
-        ids = _sorted_ids(found)
-        _check_inside(found, int(ids[0]), int(ids[-1]), "destination")
-        _check_once(found, ids)
+        _check_inside(found, "destination")
+        _check_once(found)
     if request.dst_new_pages:
         _check_new_pages(route, written, request)
 
@@ -157,15 +155,10 @@ def _by_pool(used: Used) -> Mapping[str, UsedIds]:
     return pools
 
 
-def _sorted_ids(found: UsedIds) -> Int64s:
-    ids = np.concatenate([pages for _, pages in found])
-    ids.sort()
-    return ids
-
-
-def _check_inside(found: UsedIds, low: int, high: int, side: str) -> None:
-    """Every id inside the pool, and none the null page. All are from `low` to `high`."""
-    num_pages = found[0][0].num_pages
+def _check_inside(found: UsedIds, side: str) -> None:
+    """Every id inside the pool, and none the null page."""
+    ids, num_pages = joined([pages for _, pages in found]), found[0][0].num_pages
+    low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
     if low < 0 or high >= num_pages:
         for group, pages in found:
             wrong = pages[(pages < 0) | (pages >= num_pages)]
@@ -194,11 +187,15 @@ def _check_new_pages(route: Route, written: Mapping[str, UsedIds], request: Requ
                 found.append(
                     (group, np.unique(joined([new, *(pages for one, pages in used if one.name == group.name)])))
                 )
-        _check_once(found, _sorted_ids(found))
+        _check_once(found)
 
 
-def _check_once(found: UsedIds, ids: Int64s) -> None:
-    """No id is there twice, in one group or in two of a pool. `ids`: all of them, sorted."""
+def _check_once(found: UsedIds) -> None:
+    """No id is there twice, in one group or in two of a pool. All lie inside the pool: narrow numbers are sorted in half the time."""
+    ids = np.concatenate(
+        [pages for _, pages in found], dtype=np.min_scalar_type(found[0][0].num_pages), casting="unsafe"
+    )
+    ids.sort()
     again = ids[1:] == ids[:-1]
     if np.logical_or.reduce(again):
         page = int(ids[1:][again][0])
@@ -223,5 +220,5 @@ def checked_new_pages(group: Group, request: Request) -> Int64s:
         raise BindError(
             f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
         )
-    _check_inside([(group, ids)], int(ids[0]), int(ids[-1]), "destination")
+    _check_inside([(group, ids)], "destination")
     return new_pages
