@@ -18,6 +18,7 @@ from kvreshard.plan.bind import (
     group_aligned,
     max_joined_bytes,
 )
+from kvreshard.plan.copies import Page
 from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel, Work
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.stage import fill_bytes
@@ -364,6 +365,17 @@ def test_copies_are_counted_as_they_would_be_listed(sizes: tuple[int, int]) -> N
     assert sum(one.num_bytes for one in aligned) == sum(
         one.num_bytes for one in bind(compile_route(src, dst, 0), request)
     )
+
+
+@pytest.mark.parametrize("num_pages", [64, 2048])
+@pytest.mark.parametrize("falls", [False, True])
+def test_neighbours_two_by_two_join_wherever_the_pairs_lie(num_pages: int, falls: bool) -> None:
+    page = Page.of([0, 1 << 20], [0, 1 << 20], 64, (64, 64), (3 * num_pages, 3 * num_pages))
+    first = 1 + 3 * np.random.default_rng(num_pages).permutation(num_pages // 2)
+    src = np.stack([first + 1, first] if falls else [first, first + 1], axis=1).reshape(-1)
+    (aligned,) = group_aligned([PagedCopies(0, 0, page, src, src)])
+    assert aligned.num_joined == num_pages // 2
+    assert aligned.listed(1 << 60).num_copies == aligned.num_copies == num_pages
 
 
 def test_short_lists_of_a_source_are_posted_as_one() -> None:
