@@ -13,11 +13,10 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +39,11 @@ MAX_WAITING = 256
 CLOSE_S = 0.3
 # A source that does not answer is asked again after this.
 RETRY_S = 30.0
+# Sources that are remembered. Each start of an engine is another one.
+MAX_KNOWN = 256
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class ShadowJudge:
         self._dst: EngineLayout | None = None
         self._met: dict[RemoteEngine, tuple[EngineLayout, Route] | str] = {}
         self._unanswered: dict[RemoteEngine, tuple[float, HandshakeError]] = {}
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: dict[tuple[str, str], int] = {}
         self._waiting: queue.Queue[EndedLoad | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="kvreshard-shadow", daemon=True)
         self._thread.start()
@@ -169,14 +173,15 @@ class ShadowJudge:
             raise error
         if remote not in self._met:
             try:
-                self._met[remote] = met = self._fetch(remote, dst)
+                met = self._fetch(remote, dst)
+                _remember(self._met, remote, met)
                 sentence = describe_route(met[1])
                 logger.info("shadow: %s: %s", remote, sentence, extra=fields("shadow_met", **remote.log_fields))
             except HandshakeError as error:
-                self._unanswered[remote] = time.monotonic(), error
+                _remember(self._unanswered, remote, (time.monotonic(), error))
                 raise
             except KvReshardError as error:
-                self._met[remote] = str(error)
+                _remember(self._met, remote, str(error))
                 logger.warning("shadow: %s: %s", remote, error, extra=fields("shadow_refused", **remote.log_fields))
         return self._met[remote]
 
@@ -195,8 +200,9 @@ class ShadowJudge:
     def _note(self, report: ShadowReport) -> None:
         """Write a report to the file, if there is one. Per verdict and peer, log the first report, then the 10th, 100th, ..."""
         self._write(report)
-        self._counts[report.verdict, report.peer] += 1
-        count = self._counts[report.verdict, report.peer]
+        key = report.verdict, report.peer
+        count = self._counts.get(key, 0) + 1
+        _remember(self._counts, key, count)
         if str(count).strip("0") == "1":
             is_fine = report.verdict in ("same", "more")
             times = f", {count} requests like it by now" if count > 1 else ""
@@ -222,6 +228,13 @@ class ShadowJudge:
                     extra=fields("shadow_report_failed", path=self._report_file),
                 )
             self._is_unwritten = True
+
+
+def _remember(known: dict[Key, Value], key: Key, value: Value) -> None:
+    """Keep a value; of too many the one that has been there longest goes."""
+    if key not in known and len(known) >= MAX_KNOWN:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def _rank_numbers(src: EngineLayout) -> dict[tuple[int, int], int]:

@@ -14,7 +14,7 @@ import pytest
 from tests.pairs.small import GROUP, engine, request
 
 from kvreshard.kinds import Attention
-from kvreshard.model import EngineLayout
+from kvreshard.model import EngineLayout, LayoutError
 from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Load, RemoteEngine
@@ -232,6 +232,33 @@ def test_a_source_that_does_not_answer_once_is_asked_again(
     first, second = reports(2)
     assert (first["verdict"], first["reason"]) == ("unknown", "it is slow")
     assert second["verdict"] == "same"
+
+
+@pytest.mark.parametrize("error", [HandshakeError("nobody there"), LayoutError("another model")])
+def test_sources_that_come_and_go_are_forgotten(
+    judged: Any, pair: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    judge, listener, reports = judged
+    asked = []
+
+    def fetch(address: Address, *given: Any) -> EngineMetadata:
+        asked.append(address.port)
+        raise error
+
+    monkeypatch.setattr(shadow, "fetch_engine_metadata", fetch)
+    monkeypatch.setattr(shadow, "MAX_KNOWN", 2)
+    good = ended(pair, listener.address)
+    for port in (1, 2, 2, 3, 3, 2, 1, 1):
+        load = good.load.load
+        remote = dataclasses.replace(load.remote, engine=f"prefill {port}", address=Address("127.0.0.1", port))
+        judge.submit(
+            dataclasses.replace(
+                good, load=dataclasses.replace(good.load, load=dataclasses.replace(load, remote=remote))
+            )
+        )
+    assert {report["reason"] for report in reports(8)} == {str(error)}
+    assert asked == [1, 2, 3, 1]  # the two that were met last are known
+    assert len(judge._counts) == 2
 
 
 def test_what_this_connector_would_not_load_is_told_with_the_reason(judged: Any, pair: Any) -> None:
