@@ -48,7 +48,9 @@ class RecordingAgent:
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._described: dict[int, tuple[Any, Int64s]] = {}
+        self._described: tuple[Any, Int64s] | None = (
+            None  # the last one: NixlConnector prepares each before it describes another
+        )
         self._lists: dict[Any, DescriptorList] = {}
         self._posted: dict[str, list[Posted]] = {}
         self.current: str | None = None
@@ -59,15 +61,15 @@ class RecordingAgent:
     def get_xfer_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the rows behind the agent's own object."""
         made = self._agent.get_xfer_descs(descs, *args, **kwargs)
-        self._described[id(made)] = made, np.asarray(descs, dtype=np.int64)
+        self._described = made, np.asarray(descs, dtype=np.int64)
         return made
 
     def prep_xfer_dlist(self, agent_name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
         """Record the list under its handle."""
         handle = self._agent.prep_xfer_dlist(agent_name, descs, *args, **kwargs)
-        _, rows = self._described.pop(id(descs), (None, None))
-        if rows is not None:
-            self._lists[handle] = DescriptorList(agent_name, rows)
+        if self._described is not None and self._described[0] is descs:
+            self._lists[handle] = DescriptorList(agent_name, self._described[1])
+            self._described = None
         return handle
 
     def make_prepped_xfer(
