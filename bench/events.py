@@ -22,7 +22,7 @@ from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, 
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import Lease, LeaseTable
 from kvreshard.session.peer import Peer
-from kvreshard.session.peers import Peers, _Known
+from kvreshard.session.peers import Peers, _PeerEntry
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
@@ -79,7 +79,7 @@ def known_sources(count: int) -> float:
     remote_leases = RemoteLeases(silent, peers, ResultQueue(), 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
-        known = _Known(0.0, 0.0)
+        known = _PeerEntry(0.0, 0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)  # type: ignore[union-attr]
         known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))  # type: ignore[union-attr]
         peers._known[remote] = known

@@ -28,7 +28,7 @@ from bench.early_pairs import CACHE_BYTES, NUM_LAYERS, NUM_TOKENS, OURS, PUSHED,
 from bench.pace import Pace
 from bench.results import Result, skipped
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.progress import Computed, ProgressBoard
+from kvreshard.session.progress import ProgressBoard, StepProgress
 
 ROW = "n early reads"
 TIMELINE = Path(__file__).parent / "early_timeline.json"
@@ -79,7 +79,7 @@ def _followed(num_requests: int) -> Result:
     """What a step of a prefill engine costs more while so many requests may be followed, on a rank and in the scheduler, whoever reads."""
     from tests.vllm.schedulers import full, groups, producer, request
 
-    table, computed = LeaseTable(num_requests), [Computed(slot, slot + 1, 0, 192) for slot in range(num_requests)]
+    table, computed = LeaseTable(num_requests), [StepProgress(slot, slot + 1, 0, 192) for slot in range(num_requests)]
     board = ProgressBoard(table)
     for slot in range(num_requests):
         table[slot] = slot + 1
@@ -109,7 +109,7 @@ def _followed(num_requests: int) -> Result:
     )  # fmt: skip
 
 
-def _step(board: ProgressBoard, computed: list[Computed]) -> None:
+def _step(board: ProgressBoard, computed: list[StepProgress]) -> None:
     board.begin(computed)
     for layer in range(NUM_LAYERS):
         board.layer(layer + 1)

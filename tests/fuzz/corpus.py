@@ -87,7 +87,13 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "metadata": msgspec.msgpack.encode((handshake_message, 0, 0)),
             "outcome": msgspec.msgpack.encode((told, 0, 0)),
             "transfers": handshake_messages.transfers_request(
-                "d", 1, [handshake_messages.Known("x-1", 77, {"full": 2}), handshake_messages.Known("x-2")], "me"
+                "d",
+                1,
+                [
+                    handshake_messages.TransferQuestion("x-1", 77, {"full": 2}),
+                    handshake_messages.TransferQuestion("x-2"),
+                ],
+                "me",
             ),
         },
         "statement": {"two": _statement(prefill)},

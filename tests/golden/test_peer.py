@@ -23,7 +23,7 @@ from kvreshard.session.engine_metadata import (
 from kvreshard.session.handshake_messages import (
     HandshakeAnswer,
     HandshakeMessage,
-    Known,
+    TransferQuestion,
     metadata_request,
     outcome_message,
     read_answer,
@@ -62,7 +62,9 @@ def messages() -> dict[str, bytes]:
         "heartbeat-v1": write_note(next(heartbeats(HEARTBEAT.consumer, HEARTBEAT.leases))),
         "handshake-metadata-v1": metadata_request("decode", 3),
         "handshake-outcome-v1": outcome_message("decode", 3, "reads", False),
-        "handshake-transfers-v1": transfers_request("decode", 3, [Known("x-1", 77, {"full": 2}), Known("x-2")], "me"),
+        "handshake-transfers-v1": transfers_request(
+            "decode", 3, [TransferQuestion("x-1", 77, {"full": 2}), TransferQuestion("x-2")], "me"
+        ),
         "statement-v1": encode_reply({0: Answer("found", statement=statement()), 1: Answer("ended", "aborted")}),
         "digest-request-v1": write_request(ASKED),
         "report-v1": write_note(REPORT),
@@ -99,7 +101,7 @@ def test_every_form_is_read() -> None:
         "decode",
         3,
         "me",
-        transfers=(Known("x-1", 77, {"full": 2}), Known("x-2")),
+        transfers=(TransferQuestion("x-1", 77, {"full": 2}), TransferQuestion("x-2")),
     )
     assert read_reply(golden("statement")) == {0: Answer("found", statement=statement()), 1: Answer("ended", "aborted")}
     statement().check(KEY, ("prefill", "i"), {"full": PageTable([7, 9], 40, 2)})

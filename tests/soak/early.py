@@ -21,7 +21,7 @@ from tests.soak.tables import all_pages, kept_tokens
 from kvreshard.model.tables import PageTable
 from kvreshard.session.engine_metadata import NOT_TOLD
 from kvreshard.session.lease import Lease
-from kvreshard.session.progress import Computed
+from kvreshard.session.progress import StepProgress
 from kvreshard.session.statement import Statement
 
 # Chunks of a prefill, about; layers and ends of steps per turn.
@@ -143,7 +143,7 @@ class EarlyPrefills:
                 most = early.order.num_tokens - start
                 stop = start + min(most, rng.randrange(1, max(2, 2 * early.order.num_tokens // CHUNKS)))
                 self._list_pages(early, stop)
-                computed.append(Computed(early.lease.slot, early.lease.word, start, stop))
+                computed.append(StepProgress(early.lease.slot, early.lease.word, start, stop))
                 self._step[early.order.request] = early.lease, start, stop
         for rank, endpoint in self._engine.endpoints.items():
             endpoint.begin_step(computed)

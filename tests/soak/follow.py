@@ -16,7 +16,7 @@ from tests.soak.prefill import Params, table_forms
 
 from kvreshard.session.commands import RemoteEngine
 from kvreshard.session.follower import Follower
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_messages import Address, HandshakeError, TransferQuestion
 from kvreshard.session.statement import Answer, Statement
 
 # So long a listener may not have heard of a transfer.
@@ -80,7 +80,7 @@ class Follows:
         self._follower.close()
 
     def _follow(self, order: FollowOrder) -> None:
-        self._follower.follow(order.request, order.address, Known(order.transfer))
+        self._follower.follow(order.request, order.address, TransferQuestion(order.transfer))
 
     def _load(self, order: FollowOrder, statement: Statement, ordered_s: float) -> None:
         remote = RemoteEngine(statement.engine, statement.instance_id, order.address)

@@ -19,8 +19,8 @@ from tests.vllm.simulation.world import Weather, World
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Cancel, Load, Publish, Release, Renew, Results, Revoke
-from kvreshard.session.progress import Computed
-from kvreshard.session.pull import Moved
+from kvreshard.session.progress import StepProgress
+from kvreshard.session.pull import TransferStats
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.vllm import idle
 from kvreshard.vllm.following import Following
@@ -62,7 +62,7 @@ class Both:
         assert isinstance(lease, Acquire)
         return asked
 
-    def step(self, asked: Any, num_tokens: int, *ids: list[int]) -> list[Computed]:
+    def step(self, asked: Any, num_tokens: int, *ids: list[int]) -> list[StepProgress]:
         """A step computes so many tokens, with these blocks of each group."""
         held = [{asked.request_id: [SimpleNamespace(block_id=one) for one in of_group]} for of_group in ids]
         managers = [SimpleNamespace(req_to_blocks=of_group) for of_group in held]
@@ -86,7 +86,7 @@ def test_a_load_begins_while_the_prompt_is_computed() -> None:
     source = both.prefill()
     leased = both.source.leases.find("p-1")
     assert leased is not None
-    assert both.step(source, 100, [1, 2]) == [Computed(0, leased.lease.word, 0, 100)]
+    assert both.step(source, 100, [1, 2]) == [StepProgress(0, leased.lease.word, 0, 100)]
     (renew,) = both.hear()
     assert isinstance(renew, Renew)
     assert both.decode.side.count_loadable(asked, 0) == len(TOKENS) - 1
@@ -568,9 +568,15 @@ def test_the_pace_is_that_of_the_last_loads() -> None:
 def test_a_rank_tells_how_long_it_has_read() -> None:
     """Before the end of the prefill and behind it. A rank that had nothing to read says nothing of the pace."""
     rank = WorkerSide(None, None, "d", read_options({}))
-    early = Moved(100, 100, 1, 0, 0.0, 0.25, num_early_bytes=60, early_s=1.5)
+    early = TransferStats(100, 100, 1, 0, 0.0, 0.25, num_early_bytes=60, early_s=1.5)
     rank._note(
-        Results(received={"early": early, "later": Moved(9, 9, 1, 0, 0.0, 0.5), "none": Moved(0, 0, 0, 0, 0.0, 0.1)})
+        Results(
+            received={
+                "early": early,
+                "later": TransferStats(9, 9, 1, 0, 0.0, 0.5),
+                "none": TransferStats(0, 0, 0, 0, 0.0, 0.1),
+            }
+        )
     )
     told = rank.take_metadata()
     assert told is not None

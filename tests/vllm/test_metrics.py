@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, Results
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.vllm import consumer, following, loadable
 from kvreshard.vllm.metrics import (
     COUNTERS,
@@ -177,7 +177,9 @@ def test_ranks_tell_by_how_much_their_gauges_change() -> None:
 
 def test_bytes_on_the_wire_are_told_from_those_that_arrived() -> None:
     stats = ReshardStats()
-    stats.note(Results(received={"a": Moved(100, 260, 5, 60, 0.0, 0.0), "b": Moved(40, 40, 1, 0, 0.0, 0.0)}))
+    stats.note(
+        Results(received={"a": TransferStats(100, 260, 5, 60, 0.0, 0.0), "b": TransferStats(40, 40, 1, 0, 0.0, 0.0)})
+    )
     counts = stats.data["counts"]
     assert counts["bytes"] == {"staged": 60, "direct": 80}
     assert counts["read_bytes"] == {"staged": 220, "direct": 80}

@@ -14,7 +14,7 @@ from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair
 from bench.shapes import Shape
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.progress import Computed, Progress, ProgressBoard
+from kvreshard.session.progress import Progress, ProgressBoard, StepProgress
 from kvreshard.testing.rank_memory import DeviceBlock
 from kvreshard.transport.device import recorder
 
@@ -78,7 +78,7 @@ def _progress(bench: Bench) -> None:
         board = ProgressBoard(table, recorder((bench.device,)))
         table[1] = 77
         torch.cuda.synchronize(bench.device)
-        board.begin([Computed(1, 77, 0, 8)])
+        board.begin([StepProgress(1, 77, 0, 8)])
         torch.cuda._sleep(int(CLOCK_HZ * KERNEL_S))
         started_s = time.perf_counter()
         board.layer(1)

@@ -30,7 +30,7 @@ from kvreshard.cli import doctor_host as host
 from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version, why
 from kvreshard.cli.inputs import (
     AsJson,
-    Described,
+    DescribedEngine,
     InputError,
     called,
     check_decode,
@@ -141,7 +141,7 @@ def read_side(
     draft: str | None,
     decode: EngineSpec | None,
     prefill: EngineSpec | None,
-) -> Described | None:
+) -> DescribedEngine | None:
     """This side, or None without options for it. Raises InputError or what the catalog refuses."""
     num_given = sum(value is not None for value in (layout, decode, prefill))
     if len(peers) > 2 or num_given > 1 or (num_given and len(peers) != 1):
@@ -155,7 +155,7 @@ def read_side(
         raise InputError(f"--draft {draft}: goes with --model; a layout file needs nothing else")
     if layout is not None:
         mine = called(read_layout(layout), "this side", layout)
-        return Described(mine, find_lacking(mine))
+        return DescribedEngine(mine, find_lacking(mine))
     if model is None:
         return None
     if decode is not None:
@@ -189,7 +189,7 @@ def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
             yield from bounded(name, check, timeout_s)
 
 
-def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> Iterator[Line]:
+def check_peers(peers: list[Peer], mine: DescribedEngine | None, is_prefill: bool) -> Iterator[Line]:
     """Warnings about this side, the lines of each peer, and whether caches can go between the two engines."""
     for found in mine.warnings if mine is not None else ():
         yield Line("this side", "warning", found, INTENDED)

@@ -85,7 +85,7 @@ UNNAMED_MODELS = "layout files name no model: whether both engines run the same 
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedEngine:
     """An engine's layout. `warnings`: why vLLM would not run it as written, and what is assumed. `notes`: surprising effects of the options.
     Both are empty for a layout from a file.
     """
@@ -194,7 +194,7 @@ def _find_descriptor(path: Path) -> int | None:
 
 def describe_engine(
     model: Model, spec: EngineSpec, name: str, pages: int | None = None, num_tokens: int | None = None
-) -> Described:
+) -> DescribedEngine:
     """The layout of an engine. Pools without a size hold at least `num_tokens` tokens."""
     if pages is not None:
         if spec.pages is not None and spec.pages != pages:
@@ -210,7 +210,7 @@ def describe_engine(
         needed = pages_needed(layout, 1, num_tokens)
         if needed > min(group.num_pages for group in layout.groups):
             layout = describe(model, spec, name, needed)
-    return Described(layout, judge(model, spec, name), tuple(_explain_pages(model, spec, layout)))
+    return DescribedEngine(layout, judge(model, spec, name), tuple(_explain_pages(model, spec, layout)))
 
 
 def check_decode(spec: EngineSpec) -> None:
@@ -318,11 +318,11 @@ def _read_side(
     file: Path | None,
     pages: int | None,
     num_tokens: int | None,
-) -> Described:
+) -> DescribedEngine:
     if file is not None and engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
     if file is not None:
-        return Described(called(read_layout(file, side), side, file))
+        return DescribedEngine(called(read_layout(file, side), side, file))
     if engine is None:
         raise InputError(f"the {side} engine is missing; give --{side} tp=... with --model, or a layout file")
     if read_model is None:

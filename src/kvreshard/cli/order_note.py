@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvreshard.cli.inputs import Pair
 from kvreshard.cli.output import seconds_text
-from kvreshard.cli.plan_view import Priced
+from kvreshard.cli.plan_view import RequestCost
 from kvreshard.model import KvReshardError
 from kvreshard.model.text import counted
 
@@ -16,7 +16,7 @@ PAGES_OUTERMOST = ("BLHNC", "BHLNC")
 MIN_GAIN = 4
 
 
-def order_note(pair: Pair, priced: Priced, in_order: Callable[[str], tuple[Pair, Priced]]) -> str:
+def order_note(pair: Pair, priced: RequestCost, in_order: Callable[[str], tuple[Pair, RequestCost]]) -> str:
     """One line, empty where no order gains. `in_order`: the same engines and request, both in another order. Raises nothing."""
     fewest, note = _num_operations(priced) // MIN_GAIN, ""
     for order in PAGES_OUTERMOST:
@@ -33,5 +33,5 @@ def order_note(pair: Pair, priced: Priced, in_order: Callable[[str], tuple[Pair,
     return note
 
 
-def _num_operations(priced: Priced) -> int:
+def _num_operations(priced: RequestCost) -> int:
     return sum(total.num_operations for total in priced.totals)

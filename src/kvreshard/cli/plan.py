@@ -44,7 +44,7 @@ from kvreshard.cli.inputs import (
 from kvreshard.cli.order_note import order_note
 from kvreshard.cli.output import bytes_text, show_line, write_json
 from kvreshard.cli.plan_page import LARGEST_TOKENS, plan_page, request_sizes
-from kvreshard.cli.plan_view import Priced, plan_document, show_plan
+from kvreshard.cli.plan_view import RequestCost, plan_document, show_plan
 from kvreshard.cli.tables_file import TablesError, read_tables
 from kvreshard.cli.totals import count_totals
 from kvreshard.model import BindError
@@ -146,12 +146,12 @@ def plan(
         if priced is not None and request is not None and tables is None and len(engines) == len(SIDES):
             num_tokens = max(table.num_tokens for table in request.dst_tables.values())
 
-            def in_order(order: str) -> tuple[Pair, Priced]:
+            def in_order(order: str) -> tuple[Pair, RequestCost]:
                 ordered = [replace(engine, order=order) for engine in engines]
                 other = read_pair(model, ordered, pages=pages, draft=draft, num_tokens=most)
                 found = compile_routes(other.prefill, other.decode, rank, cost=cost, way=way)
                 made = plain_request(other.prefill, other.decode, num_tokens, hit)
-                return other, Priced(what, tuple(count_totals(found, made, cost)))
+                return other, RequestCost(what, tuple(count_totals(found, made, cost)))
 
             note = order_note(pair, priced, in_order)
         show_plan(Console(), explain(routes), pair, priced, details, note)
@@ -220,10 +220,10 @@ def _tell_unmoved(pair: Pair, routes: list[Route]) -> Pair:
 
 def _price(
     routes: list[Route], request: Request | None, what: str, cost: CostModel, *, is_asked: bool
-) -> Priced | None:
+) -> RequestCost | None:
     """The cost of a request; None without one, or where forced staging has no room for a page of one that nobody has asked for. Raises BindError."""
     try:
-        return None if request is None else Priced(what, tuple(count_totals(routes, request, cost)))
+        return None if request is None else RequestCost(what, tuple(count_totals(routes, request, cost)))
     except BindError:
         if is_asked:
             raise
@@ -235,14 +235,14 @@ def _price_sizes(
     routes: list[Route],
     cost: CostModel,
     request: Request | None,
-    priced: Priced | None,
+    priced: RequestCost | None,
     sizes: list[int],
     hit: int,
-) -> tuple[list[Priced], int]:
+) -> tuple[list[RequestCost], int]:
     """The request among made-up ones of other sizes, as far as the pools hold them; and its place. Raises InputError."""
     if request is None or priced is None:
         raise InputError(f"--html shows a request: {NO_REQUEST}")
-    steps: list[Priced] = []
+    steps: list[RequestCost] = []
     first = 0
     own = max((table.num_tokens for table in request.dst_tables.values()), default=0)
     for size in sorted({own, *sizes}):
@@ -254,11 +254,11 @@ def _price_sizes(
                 made, what = _invent(pair, size, hit)
             except BindError:
                 break
-            steps.append(Priced(what, tuple(count_totals(routes, made, cost))))
+            steps.append(RequestCost(what, tuple(count_totals(routes, made, cost))))
     return steps, first
 
 
-def _write_page(page_file: Path, pair: Pair, content: bytes, steps: list[Priced], as_json: bool) -> None:
+def _write_page(page_file: Path, pair: Pair, content: bytes, steps: list[RequestCost], as_json: bool) -> None:
     """Write the page, and a line or a document about it."""
     if write_whole(page_file, content):
         return

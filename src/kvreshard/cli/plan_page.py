@@ -22,7 +22,7 @@ from typing import Any
 
 from kvreshard.cli.inputs import Pair
 from kvreshard.cli.output import bytes_text, seconds_text
-from kvreshard.cli.plan_view import Priced, closing_lines, moved_text, parts_text, shorten, why_text
+from kvreshard.cli.plan_view import RequestCost, closing_lines, moved_text, parts_text, shorten, why_text
 from kvreshard.cli.totals import PairTotal
 from kvreshard.model import EngineLayout
 from kvreshard.model.ownership import Interval, Ownership
@@ -43,7 +43,7 @@ Key = tuple[str, int | None]
 """Name and extent of an axis."""
 
 
-class Numbered(dict[Hashable, int]):
+class Numbering(dict[Hashable, int]):
     """Values in order of their first use, each with its number: alike ranks and links are written once."""
 
     def __call__(self, value: Hashable) -> int:
@@ -60,7 +60,7 @@ def request_sizes(pair: Pair) -> list[int]:
     return [*sizes, LARGEST_TOKENS]
 
 
-def plan_page(pair: Pair, explanation: Explanation, steps: Sequence[Priced], first: int, cost: CostModel) -> str:
+def plan_page(pair: Pair, explanation: Explanation, steps: Sequence[RequestCost], first: int, cost: CostModel) -> str:
     """The page. `steps`: the request in ascending sizes; the page opens with number `first`."""
     data = json.dumps(page_data(pair, explanation, steps, first, cost), separators=(",", ":"))
     for character in "<>&":
@@ -70,7 +70,7 @@ def plan_page(pair: Pair, explanation: Explanation, steps: Sequence[Priced], fir
 
 
 def page_data(
-    pair: Pair, explanation: Explanation, steps: Sequence[Priced], first: int, cost: CostModel
+    pair: Pair, explanation: Explanation, steps: Sequence[RequestCost], first: int, cost: CostModel
 ) -> dict[str, Any]:
     """All that the page shows. Figures, series, holdings and readings are lists; what refers to them has their numbers."""
     readings, readings_of = _readings(explanation)
@@ -88,7 +88,7 @@ def page_data(
         for step, total in enumerate(link):
             _add(of_rank["src", src][step], total)
             _add(of_rank["dst", dst][step], total)
-    figures, series, holdings = Numbered(), Numbered(), Numbered()
+    figures, series, holdings = Numbering(), Numbering(), Numbering()
 
     def number_of(link: list[PairTotal], *wholes: list[PairTotal]) -> int:
         return series(
@@ -138,7 +138,7 @@ def page_data(
     }
 
 
-def _values(numbered: Numbered) -> list[Any]:
+def _values(numbered: Numbering) -> list[Any]:
     return list(numbered)
 
 
@@ -313,7 +313,7 @@ def _layers_taken(explanation: Explanation) -> str:
     return f"{_from_to(min(counts), max(counts))} of {len(every)} layers" if counts and counts != {len(every)} else ""
 
 
-def _step(priced: Priced, cost: CostModel) -> dict[str, Any]:
+def _step(priced: RequestCost, cost: CostModel) -> dict[str, Any]:
     """The sums of one size of the request, and whether that is cheap."""
     sums = PairTotal(0, 0)
     for total in priced.totals:
@@ -326,7 +326,7 @@ def _step(priced: Priced, cost: CostModel) -> dict[str, Any]:
     return {"what": priced.what, "takes": takes, "verdict": verdict, "why": why, **figure}
 
 
-def _judge(priced: Priced, sums: PairTotal, cost: CostModel) -> tuple[str, str]:
+def _judge(priced: RequestCost, sums: PairTotal, cost: CostModel) -> tuple[str, str]:
     """Cheap, moderate or dear, and why: the slowest decode rank's time, beside that of its bytes alone."""
     if not sums.num_bytes:
         return "nothing", "Nothing of this request is moved."

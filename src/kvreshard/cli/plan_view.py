@@ -30,7 +30,7 @@ RANKS = (Column("decode rank"), Column("reads from"))
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class RequestCost:
     """The cost of a request. `what`: the request in words."""
 
     what: str
@@ -51,7 +51,7 @@ class Priced:
 
 
 def show_plan(
-    console: Console, explanation: Explanation, pair: Pair, priced: Priced | None, details: bool, note: str = ""
+    console: Console, explanation: Explanation, pair: Pair, priced: RequestCost | None, details: bool, note: str = ""
 ) -> None:
     """Everything, totals first. `note`: what else there is to say of the request."""
     show_line(console, pair.title, "bold")
@@ -97,7 +97,7 @@ def moved_text(explanation: Explanation) -> str:
     return f"moved: {what}, to {whom}"
 
 
-def _show_totals(console: Console, priced: Priced, ways: set[str], note: str) -> None:
+def _show_totals(console: Console, priced: RequestCost, ways: set[str], note: str) -> None:
     """`ways`: of pages alone. A request's may differ, where many of its pages are read together."""
     together: dict[object, list[PairTotal]] = {}
     for total in priced.totals:
@@ -244,7 +244,7 @@ def closing_lines(explanation: Explanation) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in explanation.warnings)
 
 
-def plan_document(explanation: Explanation, pair: Pair, priced: Priced | None) -> dict[str, Any]:
+def plan_document(explanation: Explanation, pair: Pair, priced: RequestCost | None) -> dict[str, Any]:
     """The same for a program."""
     return {
         "prefill_engine": explanation.src_engine,

@@ -24,7 +24,7 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.model.text import counted
 from kvreshard.plan.explain import number_ranges
 from kvreshard.tools.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
-from kvreshard.tools.replay import Replayed, ReplayError, replay
+from kvreshard.tools.replay import ReplayError, ReplayResult, replay
 
 EXIT_DIFFERENT = 1
 
@@ -61,7 +61,7 @@ def read_flight(path: Path) -> Flight:
         raise WireError(f"flight record '{path}': {error}") from None
 
 
-def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
+def show_replay(console: Console, name: str, flight: Flight, replayed: ReplayResult) -> None:
     """The record, then the outcome."""
     _show_load(console, name, flight, replayed)
     _show_request(console, replayed.request)
@@ -73,7 +73,7 @@ def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed)
     show_line(console, f"{replayed.outcome}: {replayed.reason}")
 
 
-def _show_load(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
+def _show_load(console: Console, name: str, flight: Flight, replayed: ReplayResult) -> None:
     source = "never met" if flight.src is None else f"'{flight.src.engine}'{_size(replayed.src)}"
     rows = [
         ("request", f"{flight.request}, at its source {flight.source_request}"),
@@ -129,7 +129,7 @@ def _ids(pages: list[int], most: int = 8) -> str:
     return ", ".join(map(str, pages[:most])) + more
 
 
-def _show_copies(console: Console, replayed: Replayed) -> None:
+def _show_copies(console: Console, replayed: ReplayResult) -> None:
     copies = replayed.copies
     if copies is None or not copies.by_rank:
         return
@@ -146,7 +146,7 @@ def _show_events(console: Console, flight: Flight) -> None:
         show_table(console, "events", (number_column("seconds"), Column("event"), Column("what")), rows, notes)
 
 
-def replay_document(flight: Flight, replayed: Replayed) -> dict[str, Any]:
+def replay_document(flight: Flight, replayed: ReplayResult) -> dict[str, Any]:
     """The same for a program, without the layouts."""
     copies = replayed.copies
     return {

@@ -30,7 +30,7 @@ MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class ScaledPair:
     """Both engines, of `num_layers` of the model's decoder layers."""
 
     prefill: EngineLayout
@@ -46,7 +46,7 @@ class Fitted:
 
 def fit(
     model: Model, prefill: EngineSpec, decode: EngineSpec, num_requests: int, num_tokens: int, num_layers: int | None
-) -> Fitted:
+) -> ScaledPair:
     """Both layouts, with `num_layers` layers or as many as the budget allows. Raises InputError or LayoutError."""
     for spec in (prefill, decode):
         stage_of_layers(model, spec)  # raises for stages that do not add up, before they are scaled
@@ -73,7 +73,7 @@ def fit(
         wanted = max(num_stages, min(wanted - 1, wanted * BUDGET_BYTES // fitted.pool_bytes))
 
 
-def check_room(fitted: Fitted, num_processes: int = 0) -> None:
+def check_room(fitted: ScaledPair, num_processes: int = 0) -> None:
     """Raises InputError if a trial of both engines would take more memory than is available here. `num_processes`: of ranks."""
     needed, available = trial_bytes(fitted.prefill, fitted.decode), available_bytes()
     if available is not None and needed > available:
@@ -93,7 +93,7 @@ def check_room(fitted: Fitted, num_processes: int = 0) -> None:
 
 def _fitted(
     model: Model, prefill: EngineSpec, decode: EngineSpec, num_requests: int, num_tokens: int, num_layers: int
-) -> Fitted:
+) -> ScaledPair:
     part = model if num_layers == model.num_layers else shrink(model, num_layers)
     layouts = []
     for spec, name in ((prefill, "prefill"), (decode, "decode")):
@@ -102,7 +102,7 @@ def _fitted(
         if spec.pages is None:
             layout = describe(part, scaled, name, pages_needed(layout, num_requests, num_tokens))
         layouts.append(layout)
-    return Fitted(layouts[0], layouts[1], part.num_layers)
+    return ScaledPair(layouts[0], layouts[1], part.num_layers)
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:

@@ -41,7 +41,7 @@ from kvreshard.cli.inputs import (
 )
 from kvreshard.cli.output import bytes_text, seconds_text, show_line, show_table, tell, write_json
 from kvreshard.cli.plan import WayOption
-from kvreshard.cli.scale import Fitted, check_room, fit
+from kvreshard.cli.scale import ScaledPair, check_room, fit
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted, escaped
@@ -180,7 +180,7 @@ def find_wrong(decode: EngineLayout, requests: Sequence[Request], result: TrialR
     return [*found, *(f"reports: {missing}" for missing in result.missing_reports)]
 
 
-def show_run(console: Console, run: dict[str, Any], fitted: Fitted) -> None:
+def show_run(console: Console, run: dict[str, Any], fitted: ScaledPair) -> None:
     """What moved, and the verdict. `run`: the document."""
     title, columns = f"{run['model']}: {run['engines']}", (Column("what"), Column("how much"))
     show_table(console, title, columns, list(_rows(run, fitted)))
@@ -192,7 +192,7 @@ def show_run(console: Console, run: dict[str, Any], fitted: Fitted) -> None:
         show_line(console, text)
 
 
-def _rows(run: dict[str, Any], fitted: Fitted) -> Iterator[tuple[str, str]]:
+def _rows(run: dict[str, Any], fitted: ScaledPair) -> Iterator[tuple[str, str]]:
     who = f"{len(fitted.prefill.ranks)} prefill and {counted(len(fitted.decode.ranks), 'decode rank')}"
     where = "" if run["device"] == "cpu" else f" on {run['device']}"
     kind = f"one process each{where}, " if run["transport"] == "nixl" else "in one process, "

@@ -44,7 +44,7 @@ Encoding = Literal["msgpack", "json"]
 Place = Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
 
 
-class _Owned(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class _OwnershipForm(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An interval (`start`, `stop`; without `stop`: all from `start` on) or a cyclic set (`start`, `run`, `step`)."""
 
     start: Whole
@@ -61,7 +61,7 @@ class _Digit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _AxisMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axis: Name
-    owned: _Owned
+    owned: _OwnershipForm
     digits: Annotated[tuple[_Digit, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
@@ -266,9 +266,9 @@ def _geometry_form(geometry: Geometry) -> _Geometry:
     for mapped in geometry.axes:
         owned = mapped.owned
         if isinstance(owned, Interval):
-            held = _Owned(owned.start, owned.stop)
+            held = _OwnershipForm(owned.start, owned.stop)
         else:
-            held = _Owned(owned.start, run=owned.run, step=owned.step)
+            held = _OwnershipForm(owned.start, run=owned.run, step=owned.step)
         digits = tuple([_Digit(digit.extent, digit.page_step, digit.byte_step) for digit in mapped.digits])
         axes.append(_AxisMap(mapped.axis, held, digits))
     return _Geometry(geometry.group, geometry.page_stride_bytes, tuple(axes))
@@ -296,7 +296,7 @@ def _axis_map(form: _AxisMap) -> AxisMap:
     return AxisMap(form.axis, owned, digits)
 
 
-def _owned(form: _Owned) -> Ownership:
+def _owned(form: _OwnershipForm) -> Ownership:
     if (form.run is None) != (form.step is None) or (form.run is not None and form.stop is not None):
         raise LayoutError("give either start and stop, or start, run and step")
     if form.run is not None and form.step is not None:

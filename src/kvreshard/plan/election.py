@@ -91,7 +91,7 @@ def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Electio
     field_sets = group_fields(src, dst, names)
     budget = Budget(src, dst)
     axes_of = [cut_axes(src, field_set, budget) for field_set in field_sets]
-    needed: list[_Needed] = []
+    needed: list[_NeededBox] = []
     for number, (field_set, axes) in enumerate(zip(field_sets, axes_of, strict=True)):
         needed += _find_needed(src, dst, number, field_set, axes, budget)
     boxes = {
@@ -192,7 +192,7 @@ def owners_of(axes: Sequence[CutAxis], box: Sequence[int]) -> frozenset[int]:
     return fewest.intersection(*others)
 
 
-class _Needed(NamedTuple):
+class _NeededBox(NamedTuple):
     """A box, one interval per axis, that a destination rank needs of a field set, and the source ranks that hold it, whole."""
 
     field_set: int
@@ -204,7 +204,7 @@ class _Needed(NamedTuple):
 
 def _find_needed(
     src: EngineLayout, dst: EngineLayout, number: int, field_set: FieldSet, axes: Sequence[CutAxis], budget: Budget
-) -> Iterator[_Needed]:
+) -> Iterator[_NeededBox]:
     """Every box of a field set that a destination rank needs, by rank. Raises LayoutMismatch for one that nobody holds."""
     met_by = {
         rank: [axis.met_by(mapped.owned) for axis, mapped in zip(axes, geometry.axes, strict=True)]
@@ -218,7 +218,7 @@ def _find_needed(
             if not owners:
                 raise _hole(src, dst, field_set, axes, box, dst_rank)
             size = math.prod([axis.edges[i + 1] - axis.edges[i] for axis, i in zip(axes, box, strict=True)])
-            yield _Needed(number, dst_rank, box, size * field_bytes, owners)
+            yield _NeededBox(number, dst_rank, box, size * field_bytes, owners)
 
 
 def _hole(
@@ -246,7 +246,7 @@ def _hole(
     )
 
 
-def _choose(needed: Sequence[_Needed]) -> Mapping[tuple[int, int], Mapping[int, list[tuple[int, ...]]]]:
+def _choose(needed: Sequence[_NeededBox]) -> Mapping[tuple[int, int], Mapping[int, list[tuple[int, ...]]]]:
     """(destination rank, field set) -> source rank -> the boxes that it gives. Boxes of one owner first."""
     reads = defaultdict[int, set[int]](set)
     load = defaultdict[int, int](int)

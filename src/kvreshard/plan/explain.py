@@ -8,7 +8,9 @@ Pure data, made from finished routes; whoever shows it adds words and colours.
 4. Every source rank gets a `SourceUse`: its readers, what leaves it, and who reports to it.
 
 Sizes are per token (a sequence) or per request (a state), exact as fractions: several tokens may share one stored index, and
-a rank may hold every n-th token. A group that keeps the last tokens only is counted apart: its bytes do not grow with a prompt. Refused with UsageError: routes of different engines in one explanation.
+a rank may hold every n-th token. A group that keeps the last tokens only is counted apart: its bytes do not grow with a prompt.
+
+Refused with UsageError: routes of different engines in one explanation.
 """
 
 from __future__ import annotations

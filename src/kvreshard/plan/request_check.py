@@ -32,7 +32,7 @@ from kvreshard.plan.route import Route
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
-Used = dict[str, tuple[Group, Int64s, set[tuple[int, int]]]]
+UsedEntries = dict[str, tuple[Group, Int64s, set[tuple[int, int]]]]
 """By group: its block table, and the ranges of its entries that are read or written; they may overlap."""
 
 UsedIds = list[tuple[Group, Int64s]]
@@ -44,8 +44,8 @@ def check_request(route: Route, request: Request) -> None:
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     check_group_names(route.dst_groups, request)
-    src_used: Used = {}
-    dst_used: Used = {}
+    src_used: UsedEntries = {}
+    dst_used: UsedEntries = {}
     for pair in route.pairs:
         name = pair.dst.group.name
         if name not in request.intervals:
@@ -144,7 +144,7 @@ def _entries(sequence: Axis, side: Side, owned: Ownership, table: PageTable, int
     return low - table.first_page, high - table.first_page
 
 
-def _by_pool(used: Used) -> Mapping[str, UsedIds]:
+def _by_pool(used: UsedEntries) -> Mapping[str, UsedIds]:
     pools: defaultdict[str, UsedIds] = defaultdict(list)
     for group, table, ranges in used.values():
         end = 0

@@ -91,7 +91,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return sum(move.num_bytes for move in self.moves)
 
 
-class Staged(msgspec.Struct, frozen=True, eq=False):
+class StagedPages(msgspec.Struct, frozen=True, eq=False):
     """The page ranges of a transfer that share an image, with the source pages that hold them, ascending and each once."""
 
     transfer: RankTransfer
@@ -137,7 +137,7 @@ def find_staged(
     transfers: tuple[RankTransfer, ...],
     page_ranges: Sequence[PageRange],
     budget: RequestBudget | None = None,
-) -> Iterator[Staged]:
+) -> Iterator[StagedPages]:
     """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
@@ -166,7 +166,7 @@ def find_staged(
                 for one in members
                 for step in _source_steps(transfer, one)
             ]
-            yield Staged(transfer, tuple(members), np.unique(np.concatenate(pages)))
+            yield StagedPages(transfer, tuple(members), np.unique(np.concatenate(pages)))
 
 
 def _source_steps(transfer: RankTransfer, page_range: PageRange) -> list[int]:
@@ -235,7 +235,7 @@ def stage(
         yield from _batches(staged, image, pages_each, max(1, fill // (size * pages_each)))
 
 
-def _batches(staged: Staged, image: Image, pages_each: int, fields_each: int) -> Iterator[Batch]:
+def _batches(staged: StagedPages, image: Image, pages_each: int, fields_each: int) -> Iterator[Batch]:
     """Batches of so many pages of so many fields."""
     transfer, size = staged.transfer, image.image_bytes
     paths = [

@@ -11,7 +11,7 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause, Lease
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.session.seal import Seal
 
 
@@ -177,7 +177,7 @@ class Results:
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
-    received: dict[str, Moved] = field(default_factory=dict)
+    received: dict[str, TransferStats] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
     checks: dict[str, CheckResult] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)

@@ -36,13 +36,22 @@ from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.session.commands import Failure, Load
-from kvreshard.session.handshake_messages import HandshakeError, Known
+from kvreshard.session.handshake_messages import HandshakeError, TransferQuestion
 from kvreshard.session.job import Job
 from kvreshard.session.lease import Lease
 from kvreshard.session.parts import Part
 from kvreshard.session.peer import Peer
 from kvreshard.session.progress import Progress
-from kvreshard.session.pull import Moved, StaleLease, Steps, check_words, pull_steps, run_batches, settled, take_buffer
+from kvreshard.session.pull import (
+    StaleLease,
+    Steps,
+    TransferStats,
+    check_words,
+    pull_steps,
+    run_batches,
+    settled,
+    take_buffer,
+)
 from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, Statement
 from kvreshard.transport.base import Direction, Transfer, TransferState
 
@@ -70,7 +79,7 @@ class _Life:
     held_by: set[int] = field(default_factory=set)
     progress: Mapping[int, Progress] = field(default_factory=dict)
     is_over: bool = False
-    moved: Moved = Moved()  # noqa: RUF009 (frozen)
+    moved: TransferStats = TransferStats()  # noqa: RUF009 (frozen)
     final_s: float | None = None
 
     def extend(self, tables: Mapping[str, PageTable], *, is_complete: bool) -> None:
@@ -96,12 +105,14 @@ class _Life:
 
     def count(self, plan: ReadPlan) -> None:
         """A plan is read."""
-        moved = Moved.by(plan)
+        moved = TransferStats.by(plan)
         self.moved += moved if self.final_s is not None else replace(moved, num_early_bytes=moved.num_bytes)
 
-    def known(self, transfer: str) -> Known:
+    def known(self, transfer: str) -> TransferQuestion:
         """What the listener need not say again."""
-        return Known(transfer, self.lease.word, {name: len(table.pages) for name, table in self.tables.items()})
+        return TransferQuestion(
+            transfer, self.lease.word, {name: len(table.pages) for name, table in self.tables.items()}
+        )
 
 
 class _Cursors:
@@ -180,7 +191,7 @@ class EarlyJob(Job):
         return replace(self.load, transfer=replace(self.load.transfer, src_tables=self._life.tables))
 
     @property
-    def known(self) -> Known:
+    def known(self) -> TransferQuestion:
         """What the source's listener is to be asked for."""
         return (self._next_life or self._life).known(self.load.transfer_id)
 
@@ -272,7 +283,7 @@ class EarlyJob(Job):
                 self.since_s = peer.mover.clock()
             if busy_since_s is not None and not in_flight:
                 until_s = peer.mover.clock() if self._life.final_s is None else self._life.final_s
-                self._life.moved += Moved(early_s=max(0.0, until_s - busy_since_s))
+                self._life.moved += TransferStats(early_s=max(0.0, until_s - busy_since_s))
                 busy_since_s = None
             if self._life.is_over:
                 while in_flight:

@@ -30,7 +30,7 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.004, 0.050
 INTERVAL_SHARE = 1 / 8
 WORDS_PER_LEASE = 2
 
-Seen = Mapping[int, Progress | None]
+ProgressByRank = Mapping[int, Progress | None]
 """The progress that each source rank has told; None where its lease word is another."""
 
 
@@ -117,13 +117,16 @@ class EarlyLoads:
 
 
 class ProgressReader:
-    """Reads the lease and progress words of the leases that this rank follows at one peer, all in one read per source rank. `wake`: called, on any thread, when a read has settled."""
+    """Reads the lease and progress words of the leases that this rank follows at one peer, all in one read per source rank.
+
+    `wake`: called, on any thread, when a read has settled.
+    """
 
     def __init__(self, peer: Peer, scratch: Scratch, wake: Callable[[], None]) -> None:
         self.peer, self._scratch, self._wake = peer, scratch, wake
         # By whoever follows it: slot and word of each lease.
         self._watched: dict[str, tuple[int, int]] = {}
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ProgressByRank] = {}
         self._reads: list[Transfer] = []
         self._read_slots: tuple[int, ...] = ()
         self._address: int | None = None
@@ -147,9 +150,9 @@ class ProgressReader:
         self._watched.pop(name, None)
         self._seen.pop(name, None)
 
-    def step(self, now_s: float) -> tuple[dict[str, Seen], TransportError | None]:
+    def step(self, now_s: float) -> tuple[dict[str, ProgressByRank], TransportError | None]:
         """Take in what was read, and read again if it is time: (what has changed, by name; why a read has failed)."""
-        changed: dict[str, Seen] = {}
+        changed: dict[str, ProgressByRank] = {}
         error: TransportError | None = None
         if self._reads and all(read.state is not TransferState.PENDING for read in self._reads):
             error = next((read.error for read in self._reads if read.error is not None), None)
@@ -192,7 +195,7 @@ class ProgressReader:
             read.add_done_callback(lambda _: self._wake())
         return None
 
-    def _take_in(self, now_s: float, address: int) -> dict[str, Seen]:
+    def _take_in(self, now_s: float, address: int) -> dict[str, ProgressByRank]:
         ranks, count = self.peer.route.src_ranks, len(self._read_slots)
         num_words = WORDS_PER_LEASE * count * len(ranks)
         words = np.ctypeslib.as_array((ctypes.c_uint64 * num_words).from_address(address))
@@ -200,7 +203,7 @@ class ProgressReader:
         metadata = self.peer.engine_metadata.rank_by_number
         table[[not metadata[rank].progress_address for rank in ranks], 1] = 0  # a rank may have no progress words
         places = {slot: place for place, slot in enumerate(self._read_slots)}
-        changed: dict[str, Seen] = {}
+        changed: dict[str, ProgressByRank] = {}
         for name, (slot, word) in self._watched.items():
             place = places.get(slot)
             if place is None:

@@ -49,8 +49,8 @@ from kvreshard.session.mover import Scratch, Staging
 from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
-from kvreshard.session.progress import Computed, ProgressBoard
-from kvreshard.session.pull import Moved
+from kvreshard.session.progress import ProgressBoard, StepProgress
+from kvreshard.session.pull import TransferStats
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.transport.base import MemoryRegion, Transport
@@ -140,7 +140,7 @@ class Endpoint:
         self._commands.put(command)
         self.wake()
 
-    def begin_step(self, computed: Sequence[Computed]) -> None:
+    def begin_step(self, computed: Sequence[StepProgress]) -> None:
         """The engine begins a step that computes these prefills, which readers may follow. `board` is told how it goes on."""
         if computed and not self.board.is_computing:
             self.wake()
@@ -175,7 +175,7 @@ class Endpoint:
     def end(self) -> Results:
         """Close, before the memory of the caches goes: loads have failed, leases have ended, and their words are cleared. Returns what is left.
 
-        Raises KvReshardError if the thread is busy with that memory and does not end. Then loads have failed with their pages quarantined, and further ones fail.
+        Raises KvReshardError if the thread is busy with that memory and does not end: loads have failed, in quarantine, and further ones fail.
         """
         if not self._stop(END_S):
             self._results.give_up(self._ended(is_quarantined=True))
@@ -351,7 +351,7 @@ class Endpoint:
             if not isinstance(job, LeaseCheck):
                 self._results.settle(job.load.request)
 
-    def _finish(self, job: Job, outcome: Moved | Failure) -> None:
+    def _finish(self, job: Job, outcome: TransferStats | Failure) -> None:
         load, peer = job.load, job.peer
         if not job.is_given_up:
             self._scratch.give(job.scratch_address)
@@ -366,7 +366,7 @@ class Endpoint:
         self._results.end(load.request, outcome, job.observer.check)
         if isinstance(job, EarlyJob):
             self._early.end(job)
-        me, is_good = self._introduced(), isinstance(outcome, Moved)
+        me, is_good = self._introduced(), isinstance(outcome, TransferStats)
         kept_as = job.first_lease if is_good and not load.gives_back else None
         self._remote_leases.end(me, load, peer, is_good=is_good, kept_as=kept_as)
         if isinstance(outcome, Failure):

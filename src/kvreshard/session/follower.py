@@ -20,7 +20,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known, count_fitting, transfers_request
+from kvreshard.session.handshake_messages import (
+    Address,
+    HandshakeError,
+    TransferQuestion,
+    count_fitting,
+    transfers_request,
+)
 from kvreshard.session.keys import Keys
 from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, read_reply
 
@@ -38,8 +44,8 @@ class _Source:
     way.
     """
 
-    wanted: dict[str, Known] = field(default_factory=dict)
-    asked: tuple[tuple[str, Known], ...] = ()
+    wanted: dict[str, TransferQuestion] = field(default_factory=dict)
+    asked: tuple[tuple[str, TransferQuestion], ...] = ()
     reply: Future[bytes] | None = None
     has_changed: bool = True
     not_before_s: float = 0.0
@@ -58,7 +64,7 @@ class Follower:
     def __len__(self) -> int:
         return len(self._of_name)
 
-    def follow(self, name: str, address: Address, known: Known) -> None:
+    def follow(self, name: str, address: Address, known: TransferQuestion) -> None:
         """Hear what is new of a transfer, once."""
         if self._of_name.get(name, address) != address:
             self.drop(name)

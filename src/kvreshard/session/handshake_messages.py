@@ -37,7 +37,7 @@ class HandshakeError(KvReshardError):
     """A peer could not be asked, or did not answer as it should."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class TransferQuestion(msgspec.Struct, frozen=True):
     """A transfer that is asked for, by the id that a router chose, and what the reader knows of it: the lease word, 0 for nothing, and the
     number of pages of each group.
 
@@ -65,7 +65,9 @@ class HandshakeMessage(msgspec.Struct, frozen=True):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     text: str = ""
     is_good: bool = True
-    transfers: Annotated[tuple[Known, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] | msgspec.UnsetType = msgspec.UNSET
+    transfers: Annotated[tuple[TransferQuestion, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
 
 
 class HandshakeAnswer(msgspec.Struct, frozen=True):
@@ -116,12 +118,12 @@ def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
     return _encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
 
 
-def transfers_request(engine: str, rank: int, transfers: Sequence[Known], asker: str) -> bytes:
+def transfers_request(engine: str, rank: int, transfers: Sequence[TransferQuestion], asker: str) -> bytes:
     """The bytes of a question for transfers. It replaces the one that `asker`, a name that nobody guesses, has asked before."""
     return _encode(HandshakeMessage(FORM, VERSION, "transfers", engine, rank, asker, transfers=tuple(transfers)))
 
 
-def count_fitting(transfers: Iterable[Known]) -> int:
+def count_fitting(transfers: Iterable[TransferQuestion]) -> int:
     """How many of some transfers, from the first on, one question may have: as many as there is room for, and at least one."""
     number, left = 0, MAX_MESSAGE_BYTES - MAX_FRAME_BYTES
     for known in islice(transfers, MAX_TRANSFERS):

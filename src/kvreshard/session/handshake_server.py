@@ -39,7 +39,7 @@ from kvreshard.session.handshake_messages import (
     MAX_MESSAGE_BYTES,
     Address,
     HandshakeMessage,
-    Known,
+    TransferQuestion,
     encode_answer,
     read_message,
 )
@@ -80,7 +80,7 @@ class _Held:
     """A question for transfers of which nothing is new yet."""
 
     sender: bytes
-    transfers: tuple[Known, ...]
+    transfers: tuple[TransferQuestion, ...]
     until_s: float
 
 

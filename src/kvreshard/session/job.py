@@ -26,7 +26,7 @@ from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import Lease
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
-from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_words, pull_steps
+from kvreshard.session.pull import LeaseProof, StaleLease, Steps, TransferStats, check_words, pull_steps
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
@@ -42,7 +42,8 @@ class Job:
     """One load. `on_event` is called, on any thread, when the job must be advanced.
 
     `take_scratch`: the address of so many words, None while there are none. `scratch_address`: what it has returned. `since_s`: when it was
-    ordered, or its prefill has last gone on. `first_lease`: that of its command, which its release will name. `is_awaited`: its request has waited for it from the first moment on; the others come second.
+    ordered, or its prefill has last gone on. `first_lease`: that of its command, which its release will name. `is_awaited`: its request has waited
+    for it from the first moment on; the others come second.
     """
 
     is_awaited: ClassVar[bool] = True
@@ -58,7 +59,7 @@ class Job:
     observer: LoadObserver
     state: LoadState = "meeting its source"
     peer: Peer | None = None
-    outcome: Moved | Failure | None = None
+    outcome: TransferStats | Failure | None = None
     scratch_address: int | None = None
     first_lease: Lease = field(init=False)
     _steps: Steps = field(init=False)
@@ -231,7 +232,7 @@ class LeaseCheck(Job):
         error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
         if error is not None:
             raise error
-        return Moved()
+        return TransferStats()
 
 
 class Jobs:
@@ -286,9 +287,9 @@ class Jobs:
             if not job.is_stopped:
                 self._stop(job, failure, now_s)
 
-    def advance(self, now_s: float) -> tuple[list[tuple[Job, Moved | Failure]], list[Job]]:
+    def advance(self, now_s: float) -> tuple[list[tuple[Job, TransferStats | Failure]], list[Job]]:
         """Advance the loads that are due: (those that have ended and how, those given up before that have settled)."""
-        ended, settled = list[tuple[Job, Moved | Failure]](), list[Job]()
+        ended, settled = list[tuple[Job, TransferStats | Failure]](), list[Job]()
         for job in self._take_due(now_s):
             if job in self._under_way:
                 job.advance(now_s)

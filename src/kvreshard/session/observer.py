@@ -15,7 +15,7 @@ from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import LeaseBook
 from kvreshard.session.peer import Peer
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.transport.base import MemoryRegion, Transfer
 
 
@@ -59,7 +59,7 @@ class LoadObserver:
         """
         yield from ()
 
-    def ended(self, outcome: Moved | Failure) -> None:
+    def ended(self, outcome: TransferStats | Failure) -> None:
         """The load has ended, well or badly."""
 
     def failed(

@@ -48,7 +48,7 @@ RETIRE_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _PeerEntry:
     """An engine that is met, is being met, or could not be met.
 
     `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `is_other_address`:
@@ -72,12 +72,12 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Retired:
+class _RetiredPeer:
     """A peer that is met anew when its loads have ended, or at `until_s`. `waiting`: who wants it then."""
 
     peer: Peer
     until_s: float
-    waiting: list[tuple[LocalRank, RemoteEngine, _Known]] = field(default_factory=list)
+    waiting: list[tuple[LocalRank, RemoteEngine, _PeerEntry]] = field(default_factory=list)
 
 
 class Peers:
@@ -97,11 +97,11 @@ class Peers:
     ) -> None:
         self._options, self._clock, self._wake, self._connect = options, clock, wake, connect
         self._on_handshake = on_handshake
-        self._known: dict[RemoteEngine, _Known] = {}
-        self._retired: dict[tuple[str, str], _Retired] = {}
+        self._known: dict[RemoteEngine, _PeerEntry] = {}
+        self._retired: dict[tuple[str, str], _RetiredPeer] = {}
         # Those that are met, by engine and instance id; and those that are being connected to. The lock is for them and for `_num_of_host`.
         self._met: dict[str, dict[str, RemoteEngine]] = {}
-        self._connecting: dict[tuple[str, str], _Known] = {}
+        self._connecting: dict[tuple[str, str], _PeerEntry] = {}
         self._num_of_host: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._swept_s = clock()
@@ -128,14 +128,14 @@ class Peers:
             if known.found is not None:
                 self._check_others(me, remote, known)
             return known.peer
-        known = self._known[remote] = _Known(now_s, now_s)
+        known = self._known[remote] = _PeerEntry(now_s, now_s)
         if remote.name in self._retired:
             self._retired[remote.name].waiting.append((me, remote, known))
         else:
             self._ask(me, remote, known)
         return known.peer
 
-    def _ask(self, me: LocalRank, remote: RemoteEngine, known: _Known) -> None:
+    def _ask(self, me: LocalRank, remote: RemoteEngine, known: _PeerEntry) -> None:
         host = remote.address.host
         if not self._count(host):
             text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
@@ -178,7 +178,7 @@ class Peers:
         known = self._known.get(remote)
         if known is not None and known.found is peer:
             self._drop(remote)
-            self._retired[remote.name] = _Retired(peer, self._clock() + RETIRE_S)
+            self._retired[remote.name] = _RetiredPeer(peer, self._clock() + RETIRE_S)
 
     def check(self, me: LocalRank, peer: Peer) -> None:
         """Ask whether a peer is still there; a later `sweep` forgets one that is not."""
@@ -250,7 +250,7 @@ class Peers:
         """
         return self._met.get(remote.engine, {}).get(remote.instance_id, remote)
 
-    def _check_others(self, me: LocalRank, remote: RemoteEngine, known: _Known) -> None:
+    def _check_others(self, me: LocalRank, remote: RemoteEngine, known: _PeerEntry) -> None:
         """Ask the other instances of an engine that has answered whether they are still there, once each.
 
         Most likely it has restarted, but two engines may have been given one name. Only after the new one has answered: a reference to an
@@ -262,7 +262,7 @@ class Peers:
                 known.checked.add(other)
                 self.check(me, found)
 
-    def _forget(self, remote: RemoteEngine, known: _Known) -> None:
+    def _forget(self, remote: RemoteEngine, known: _PeerEntry) -> None:
         """Drop what is known under exactly this reference: the same instance may have been met at another address.
 
         A handshake under way stays known: the transport must not keep a peer that nothing here knows.
@@ -287,7 +287,7 @@ class Peers:
 
     # Below: on other threads.
 
-    def _on_reply(self, me: LocalRank, remote: RemoteEngine, reply: Future[bytes], known: _Known) -> None:
+    def _on_reply(self, me: LocalRank, remote: RemoteEngine, reply: Future[bytes], known: _PeerEntry) -> None:
         known.reply = None
         self._discount(remote.address.host)
         if reply.cancelled():
@@ -297,7 +297,7 @@ class Peers:
         elif not self._workers.submit(lambda: self._meet(me, remote, reply.result(), known)):
             self._end(known, HandshakeError("no new thread can be started here to meet it; let this process have more"))
 
-    def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, known: _Known) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, known: _PeerEntry) -> None:
         """Steps 2 and 3."""
         try:
             engine_metadata = read_engine_metadata(remote.address, reply)
@@ -351,7 +351,7 @@ class Peers:
                 self._warned.add((remote.engine, warning))
                 logger.warning("%s: %s", remote, warning, extra=fields("peer_warning", **remote.log_fields))
 
-    def _end(self, known: _Known, outcome: Peer | BaseException) -> None:
+    def _end(self, known: _PeerEntry, outcome: Peer | BaseException) -> None:
         self._on_handshake(self._clock() - known.began_s, isinstance(outcome, Peer))
         with contextlib.suppress(InvalidStateError):
             if isinstance(outcome, Peer):

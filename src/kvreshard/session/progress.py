@@ -60,7 +60,7 @@ class Progress(NamedTuple):
         return cls(tokens >> TOKEN_BITS, tokens & MAX_TOKENS, word & MAX_LAYERS)
 
 
-class Computed(NamedTuple):
+class StepProgress(NamedTuple):
     """A request in a step: slot and word of its lease, tokens before and after the step."""
 
     slot: int
@@ -93,7 +93,7 @@ class ProgressBoard:
         """Whether events have been recorded that have not happened, as far as `poll` knows."""
         return bool(self._recorded)
 
-    def begin(self, computed: Sequence[Computed]) -> None:
+    def begin(self, computed: Sequence[StepProgress]) -> None:
         """A step begins that computes these requests. What it follows has been ordered before, and counts with its first layer."""
         self._is_computing = bool(computed)
         if not computed:

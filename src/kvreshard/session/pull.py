@@ -52,7 +52,7 @@ class LeaseProof:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferStats:
     """What one rank's part of a request took. Seconds are wall time.
 
     `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `num_zeroed_bytes` of new
@@ -72,7 +72,7 @@ class Moved:
     early_s: float = 0.0
 
     @classmethod
-    def by(cls, plan: ReadPlan) -> Moved:
+    def by(cls, plan: ReadPlan) -> TransferStats:
         """What a plan reads, without times."""
         num_direct, num_staged = sum(c.num_bytes for c in plan.direct), sum(b.num_bytes for b in plan.batches)
         return cls(
@@ -82,11 +82,11 @@ class Moved:
             num_staged_bytes=num_staged,
         )
 
-    def __add__(self, more: Moved) -> Moved:
-        return Moved(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(self)))
+    def __add__(self, more: TransferStats) -> TransferStats:
+        return TransferStats(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(self)))
 
 
-Steps = Generator[Transfer | float | None, None, Moved]
+Steps = Generator[Transfer | float | None, None, TransferStats]
 
 
 def pull_steps(
@@ -143,7 +143,7 @@ def pull_steps(
     if error is not None:
         raise error
     total_s = mover.clock() - started_s
-    return replace(Moved.by(plan), bind_s=bind_s, total_s=total_s, num_zeroed_bytes=zeroed, post_s=post_s)
+    return replace(TransferStats.by(plan), bind_s=bind_s, total_s=total_s, num_zeroed_bytes=zeroed, post_s=post_s)
 
 
 def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:

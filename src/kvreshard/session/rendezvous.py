@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.handshake_messages import MAX_FRAME_BYTES, Known
+from kvreshard.session.handshake_messages import MAX_FRAME_BYTES, TransferQuestion
 from kvreshard.session.statement import MAX_STATEMENT_BYTES, Answer, PageList, Statement, encode_reply
 
 MAX_ENDED = 10_000
@@ -112,7 +112,7 @@ class Rendezvous:
             if prefill is not None and prefill.owner == owner and prefill.ended is None:
                 self._end(transfer, prefill, text)
 
-    def answer(self, questions: Sequence[Known], *, is_last: bool) -> bytes | None:
+    def answer(self, questions: Sequence[TransferQuestion], *, is_last: bool) -> bytes | None:
         """The answer to a question; None while there is nothing new. `is_last`: answer in any case. That a source has
         the request is news to a reader that does not know it. What makes the answer longer than a reader takes is left out.
         """
@@ -130,7 +130,7 @@ class Rendezvous:
             answers[place] = answer
         return encode_reply(answers) if answers or is_last else None
 
-    def _find(self, known: Known, *, is_last: bool) -> Answer | _Unstated | None:
+    def _find(self, known: TransferQuestion, *, is_last: bool) -> Answer | _Unstated | None:
         prefill = self._prefills.get(known.transfer)
         if prefill is None:
             return Answer("unheard") if is_last else None
@@ -149,7 +149,7 @@ class Rendezvous:
             del self._prefills[self._ended.popitem(last=False)[0]]
 
 
-def _what_is_new(prefill: _Prefill, known: Known) -> _Unstated | None:
+def _what_is_new(prefill: _Prefill, known: TransferQuestion) -> _Unstated | None:
     """What is new to a reader; None if nothing is. Of a prefill that was not shown before it had ended, `prefill.pages` is empty."""
     shown = prefill.statement
     if shown is None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from kvreshard.model.errors import KvReshardError
 from kvreshard.session.commands import CheckResult, Failure, Results
 from kvreshard.session.lease import Cause
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.transport.base import StuckCall
 
 
@@ -38,7 +38,7 @@ class ResultQueue:
                 )
             self._loading.add(request)
 
-    def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:
+    def end(self, request: str, outcome: TransferStats | Failure, check: CheckResult | None = None) -> None:
         """A load has ended; `check`: how its comparison ended, if there was one."""
         with self._ended:
             if self._lost[request]:

@@ -1,6 +1,6 @@
 """What a source says of a prefill that is not finished: a question by the router's `transfer_id`, and a sealed statement.
 
-1. A reader asks the source's listener for some transfers at once, and says what it knows of each (`handshake_messages.Known`).
+1. A reader asks the source's listener for some transfers at once, and says what it knows of each (`handshake_messages.TransferQuestion`).
 2. The listener holds the question until there is something new of one of them, for some seconds at most. It answers for each of which it
    has something: `found` with a statement, or `ended` with the reason why nothing will come.
 3. A statement names the lease, the pages that the reader does not know, and whether the prefill is complete. Only then it lists the groups

@@ -22,7 +22,7 @@ from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route
 from kvreshard.session.mover import Mover
-from kvreshard.session.pull import LeaseProof, Moved, Steps, pull_steps
+from kvreshard.session.pull import LeaseProof, Steps, TransferStats, pull_steps
 from kvreshard.transport.base import Direction, Transfer, TransportError
 
 STAGING_POLL_S = 0.001
@@ -35,7 +35,7 @@ def pull(
     dst: EngineLayout,
     report: bytes = b"",
     lease: LeaseProof | None = None,
-) -> Moved:
+) -> TransferStats:
     """Read everything that the route's destination rank needs, then send `report` to the source ranks that it reports to."""
     expect(mover, Mover, "a mover", "Mover(transport, memory, peers)")
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
@@ -54,7 +54,7 @@ def pull(
     return moved
 
 
-def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int) -> Moved:
+def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int) -> TransferStats:
     """Write what `src_rank` is the source of in the routes of the destination ranks."""
     expect(mover, Mover, "a mover", "Mover(transport, memory, peers)")
     expect(routes, Iterable, "routes", "what `kvreshard.compile_routes` returns")
@@ -81,7 +81,7 @@ def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int)
     finally:
         _settle(posted, mover.timeout_s)
     num_bytes, num_copies = sum(c.num_bytes for c in lists), sum(c.num_copies for c in lists)
-    return Moved(num_bytes, num_bytes, num_copies, 0, bind_s, mover.clock() - started_s)
+    return TransferStats(num_bytes, num_bytes, num_copies, 0, bind_s, mover.clock() - started_s)
 
 
 def _check_places(route: Route, dst: EngineLayout) -> None:
@@ -104,7 +104,7 @@ def _check_places(route: Route, dst: EngineLayout) -> None:
             )
 
 
-def _drive(steps: Steps, timeout_s: float) -> Moved:
+def _drive(steps: Steps, timeout_s: float) -> TransferStats:
     try:
         waiting = next(steps)
         while True:
@@ -120,7 +120,7 @@ def _drive(steps: Steps, timeout_s: float) -> Moved:
             else:
                 waiting = next(steps)
     except StopIteration as done:
-        moved: Moved = done.value
+        moved: TransferStats = done.value
         return moved
 
 

@@ -17,11 +17,11 @@ from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.request_check import check_request
 from kvreshard.session import transfer
 from kvreshard.session.mover import Mover, Staging
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.testing.rank_memory import Block
 from kvreshard.transport.base import Transport, TransportError
 
-NOTHING = Moved()
+NOTHING = TransferStats()
 
 
 class Load(msgspec.Struct):
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """The end of a request on one rank: what moved, or why it did not arrive."""
 
     error: str | None
-    moved: Moved = NOTHING
+    moved: TransferStats = NOTHING
 
 
 class RankMover:
@@ -96,7 +96,7 @@ class RankMover:
         except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
             self._outcomes[job] = Outcome(traceback.format_exc())
 
-    def _carry_out(self, request: Request, report: bytes, push: bool) -> Moved:
+    def _carry_out(self, request: Request, report: bytes, push: bool) -> TransferStats:
         if not push:
             return transfer.pull(self._mover, self._routes[self._rank], request, self._dst, report)
         if self._is_source:

@@ -1,7 +1,7 @@
 """The observer of a rank: compares a share of its loads with their source, answers digest requests of other ranks, records failed loads.
 
-Without a share no load is compared, without a recorder no event is stored, and without a trace no span is made. Digest requests are always answered, since the reader decides
-which loads are compared.
+Without a share no load is compared, without a recorder no event is stored, and without a trace no span is made. Digest requests are always
+answered, since the reader decides which loads are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.mover import Scratch
 from kvreshard.session.observer import Landing, LoadObserver, Observer
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer
@@ -117,7 +117,7 @@ class WatchedLoad(LoadObserver):
         if self._spans is not None:
             self._spans.noted(event)
 
-    def ended(self, outcome: Moved | Failure) -> None:
+    def ended(self, outcome: TransferStats | Failure) -> None:
         """See `LoadObserver.ended`. Whatever the tracer raises, a trace must not cost the load."""
         if self._spans is None:
             return

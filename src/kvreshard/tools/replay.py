@@ -62,7 +62,7 @@ class CopySummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """The outcome. `copies`: the present copy list; `refusal`: the present refusal, empty if none; `num_bytes`: moved again."""
 
     outcome: Outcome
@@ -75,7 +75,7 @@ class Replayed:
     num_bytes: int = 0
 
 
-def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) -> Replayed:
+def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) -> ReplayResult:
     """Repeat a recorded load. `available_bytes`: memory of this machine, None if unknown.
 
     Raises ReplayError if there is too little memory, KvReshardError for a record whose layouts cannot be decoded.
@@ -83,9 +83,9 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
     dst, request = wire.decode(flight.dst.layout), flight.transfer
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
-        return Replayed("never met", reason, dst, None, request)
+        return ReplayResult("never met", reason, dst, None, request)
     src = wire.decode(flight.src.layout)
-    found = Replayed("different", "", dst, src, request)
+    found = ReplayResult("different", "", dst, src, request)
     try:
         check_compatibility(_engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch)
         route = compile_route(src, dst, flight.rank)
@@ -118,7 +118,7 @@ def _rows(copies: CopyList) -> NDArray[np.int64]:
     return np.stack([*ranks, copies.src_address, copies.dst_address, copies.length], axis=1)
 
 
-def _refused(flight: Flight, found: Replayed, error: KvReshardError) -> Replayed:
+def _refused(flight: Flight, found: ReplayResult, error: KvReshardError) -> ReplayResult:
     kind, text = "request" if isinstance(error, BindError) else "mismatch", str(error)
     if flight.failure.kind != kind:
         return replace(found, refusal=text, reason=f"this is refused now, and failed as '{flight.failure.kind}' then")
@@ -127,7 +127,7 @@ def _refused(flight: Flight, found: Replayed, error: KvReshardError) -> Replayed
     return replace(found, outcome="reproduced", refusal=text, reason=reason)
 
 
-def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
+def _move(memory: _Memory, found: ReplayResult, route: Route) -> ReplayResult:
     request, host = found.request, HostMemory()
     try:
         moved = pull(memory.mover(), route, request, memory.dst)

@@ -30,7 +30,7 @@ from kvreshard.session.handshake_client import fetch_engine_metadata, send_outco
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.keys import Keys
 from kvreshard.session.peer import describe_route
-from kvreshard.tools.shadow_record import Posted
+from kvreshard.tools.shadow_record import PostedTransfer
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
 logger = get_logger(__name__)
@@ -69,7 +69,7 @@ class EndedLoad:
     """
 
     load: ShadowLoad
-    posted: Sequence[Posted]
+    posted: Sequence[PostedTransfer]
     agents: Mapping[str, tuple[int, int]]
     is_failed: bool
     rearranges: bool

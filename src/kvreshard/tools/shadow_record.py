@@ -26,7 +26,7 @@ class DescriptorList:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Posted:
+class PostedTransfer:
     """One transfer: indices into two descriptor lists, shapes (n,)."""
 
     local: DescriptorList
@@ -52,7 +52,7 @@ class RecordingAgent:
             None  # the last one: NixlConnector prepares each before it describes another
         )
         self._lists: dict[Any, DescriptorList] = {}
-        self._posted: dict[str, list[Posted]] = {}
+        self._posted: dict[str, list[PostedTransfer]] = {}
         self.current: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ class RecordingAgent:
     ) -> Any:
         """Record the transfer."""
         if self.current is not None and local in self._lists and remote in self._lists:
-            posted = Posted(
+            posted = PostedTransfer(
                 self._lists[local],
                 np.array(local_index, dtype=np.int64),
                 self._lists[remote],
@@ -91,6 +91,6 @@ class RecordingAgent:
         self._lists.pop(handle, None)
         return self._agent.release_dlist_handle(handle, *args, **kwargs)
 
-    def take(self, request: str) -> list[Posted]:
+    def take(self, request: str) -> list[PostedTransfer]:
         """Remove and return what was posted for a request."""
         return self._posted.pop(request, [])

@@ -125,7 +125,7 @@ class MovesCompared:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sorted:
+class _SortedCopies:
     """Copies in the order of their destination; `shift`: source address minus destination address."""
 
     start: Int64s
@@ -161,11 +161,11 @@ def compare_moves(left: Iterable[CopyList], right: Iterable[CopyList]) -> MovesC
     )
 
 
-def _sorted(copies: Iterable[CopyList]) -> _Sorted:
+def _sorted(copies: Iterable[CopyList]) -> _SortedCopies:
     lists = list(copies)
     if not lists:
         none = np.zeros(0, np.int64)
-        return _Sorted(none, none, none, none)
+        return _SortedCopies(none, none, none, none)
     dst = np.concatenate([part.dst_address for part in lists])
     length = np.concatenate([part.length for part in lists])
     rank = np.concatenate([np.full(part.num_copies, part.src_rank, np.int64) for part in lists])
@@ -177,4 +177,4 @@ def _sorted(copies: Iterable[CopyList]) -> _Sorted:
         raise ValueError(
             f"two copies write address {dst[at + 1]:#x}: {length[at]} bytes from {dst[at]:#x}, {length[at + 1]} from there"
         )
-    return _Sorted(dst, dst + length, rank, shift)
+    return _SortedCopies(dst, dst + length, rank, shift)

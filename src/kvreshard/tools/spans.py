@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from kvreshard.session.commands import Failure, Load
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 
 # Phase, and the events that begin and end it. The first event of each name counts.
 PHASES: tuple[tuple[str, str, str], ...] = (
@@ -43,7 +43,7 @@ class LoadSpans:
         """Something has happened. On any thread."""
         self._times_ns.setdefault(event, self._clock_ns())
 
-    def ended(self, outcome: Moved | Failure) -> None:
+    def ended(self, outcome: TransferStats | Failure) -> None:
         """Hand the spans to the tracer."""
         tracer, context = _find_tracer(self._headers)
         if tracer is None:
@@ -70,7 +70,7 @@ class LoadSpans:
                 break
         span.end(end_ns)
 
-    def _attributes(self, outcome: Moved | Failure) -> dict[str, str | int]:
+    def _attributes(self, outcome: TransferStats | Failure) -> dict[str, str | int]:
         load = self._load
         found: dict[str, str | int] = {
             "kvreshard.rank": self._rank,

@@ -12,7 +12,8 @@ Each turn of its loop:
 Step 3 serves peers too: without a progress thread, a peer's read of our memory completes only when we poll.
 A slice that failed may have copies that still move: NIXL shares them over several connections, and gives the slice up when one of them
 fails. So its peer is disconnected, when the other slices with it have settled, and only then have its transfers settled: a failed transfer moves
-no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer and its peer's window; only `stop` gives it up.
+no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer
+and its peer's window; only `stop` gives it up.
 
 What is handed in, posted or settled costs no more where more transfers wait (`posting`). A call into the library that does not come back is
 noticed by those who look (`watchdog`), since this thread cannot.

@@ -140,7 +140,8 @@ class Pace:
         spin_s: after the last event, poll without rest for so long while slices are in flight.
         fast_s: rest while slices are in flight, or something happened within `linger_s`.
         attentive_s: rest of an attentive transport (2 ms: 1.0 to 2.4 % of a core; 0.5 ms took 5.6 %).
-        slow_s: rest otherwise (10 ms: 0.6 to 1.2 % of a core, 2.2 % on a busy machine; 20 ms half of that). A peer that reads meanwhile waits for this long at most.
+        slow_s: rest otherwise (10 ms: 0.6 to 1.2 % of a core, 2.2 % on a busy machine; 20 ms half of that). A peer that reads meanwhile waits
+            for this long at most.
         linger_s: how long an event keeps the pace fast.
         close_s: how long `stop` waits for slices in flight. What is in flight then takes milliseconds, or its peer does not poll.
         call_s: after how long a call into the library counts as stuck (`watchdog`).

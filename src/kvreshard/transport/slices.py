@@ -61,7 +61,7 @@ class RowSet(msgspec.Struct, frozen=True, eq=False):
     remote: Rows
 
 
-Picked = Rows | NDArray[np.int32]
+PickedRows = Rows | NDArray[np.int32]
 """One side of some copies: rows, shape (n, 3), or indices into a page, shape (n,): number of the entry * pages of the pool + page id."""
 
 
@@ -69,8 +69,8 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
     """Copies of a row set for one post."""
 
     row_set: RowSet
-    local: Picked
-    remote: Picked
+    local: PickedRows
+    remote: PickedRows
     cost_bytes: int
 
     def __len__(self) -> int:
@@ -82,12 +82,12 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
         return self.local.ndim == 1
 
 
-class Placed(msgspec.Struct, frozen=True, eq=False):
+class PostRows(msgspec.Struct, frozen=True, eq=False):
     """Copies of a row set for some posts. `costs`: of all copies before each, and of all, shape (n + 1,)."""
 
     row_set: RowSet
-    local: Picked
-    remote: Picked
+    local: PickedRows
+    remote: PickedRows
     costs: Int64s
 
 
@@ -128,14 +128,14 @@ class Cursor:
         )
 
 
-def _rows_placed(rows: RowSet) -> Placed:
+def _rows_placed(rows: RowSet) -> PostRows:
     """All rows of a list."""
     costs = np.zeros(len(rows.local) + 1, dtype=np.int64)
     np.add.accumulate(rows.local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    return Placed(rows, rows.local, rows.remote, costs)
+    return PostRows(rows, rows.local, rows.remote, costs)
 
 
-def _pages_placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> Iterator[Placed]:
+def _pages_placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> Iterator[PostRows]:
     """Entry after entry for every pair of page ids, some at a time. All entries of a page are equally long."""
     local_ids, remote_ids = np.array(pages, dtype=np.int32)
     entries_each = max(1, PLACED_AT_ONCE // max(1, len(local_ids)))
@@ -145,7 +145,7 @@ def _pages_placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> I
             entry = np.arange(low, min(low + entries_each, len(rows.local)), dtype=np.int32)[:, None]
             local = (entry * int(rows.local[0, 4]) + local_ids).reshape(-1)
             remote = (entry * int(rows.remote[0, 4]) + remote_ids).reshape(-1)
-            yield Placed(rows, local, remote, np.arange(0, (len(local) + 1) * cost, cost))
+            yield PostRows(rows, local, remote, np.arange(0, (len(local) + 1) * cost, cost))
 
 
 def _in_shares(first: int, stop: int, end: int) -> int:

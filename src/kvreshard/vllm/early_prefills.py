@@ -4,7 +4,7 @@ A router gives both engines a `transfer_id` and does not wait for the prefill.
 
 1. The request arrives: the listener has heard of it.
 2. It is scheduled for the first time, under a lease: the listener gets a statement of its prompt and of what will be loaded.
-3. Each step that computes it: the listener gets its new pages, the ranks the tokens before and after the step (`Computed`). What is final
+3. Each step that computes it: the listener gets its new pages, the ranks the tokens before and after the step (`StepProgress`). What is final
    after the step is known when it is scheduled, so it does not matter how many steps are under way. Blocks of a prefix hit are final after
    the request's own first step: a step under way may still write them. The listener also learns for how long the prefill will compute after
    this step, at the pace of the last one, so that readers allocate blocks shortly before its end.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvreshard.session.lease import Lease
-from kvreshard.session.progress import MAX_TOKENS, Computed
+from kvreshard.session.progress import MAX_TOKENS, StepProgress
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.statement import Statement
 from kvreshard.vllm.groups import CacheGroup
@@ -84,7 +84,7 @@ class EarlyPrefills:
         if not any(one.lease or one.is_complete for one in self._choices(prefill.owner)):
             self._prefills[request.request_id] = _Prefill(request, prefill.transfer, prefill.owner, lease, num_tokens)
 
-    def step(self, num_scheduled: Mapping[str, int], manager: KVCacheManager | None) -> Iterator[Computed]:
+    def step(self, num_scheduled: Mapping[str, int], manager: KVCacheManager | None) -> Iterator[StepProgress]:
         """A step computes so many tokens of each request."""
         for request_id in num_scheduled if self._prefills else ():
             prefill = self._prefills.get(request_id)
@@ -96,7 +96,7 @@ class EarlyPrefills:
             if (prefill.has_begun or self._begin(prefill, prefill.lease)) and stop > start:
                 left_s, word = self._expect(prefill, start, stop), prefill.lease.word
                 self._rendezvous.extend(prefill.transfer, word, self._new_pages(prefill, manager), left_s)
-                yield Computed(prefill.lease.slot, word, start, stop)
+                yield StepProgress(prefill.lease.slot, word, start, stop)
 
     def preempt(self, request_id: str) -> None:
         """A request has lost its pages."""
@@ -141,7 +141,9 @@ class EarlyPrefills:
         return None if math.isnan(left_s) else left_s
 
     def _new_pages(self, prefill: _Prefill, manager: KVCacheManager) -> Mapping[str, list[int]]:
-        """Those that the listener does not have, by group. vLLM appends blocks to those that a request has (0.32.0, `SingleTypeKVCacheManager.req_to_blocks`)."""
+        """Those that the listener does not have, by group. vLLM appends blocks to those that a request has (0.32.0,
+        `SingleTypeKVCacheManager.req_to_blocks`).
+        """
         new: dict[str, list[int]] = {}
         for group in self._groups:
             held = manager.coordinator.single_type_managers[group.index].req_to_blocks[prefill.request.request_id]

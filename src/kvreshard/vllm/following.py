@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvreshard.session.follower import Follower
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_messages import Address, HandshakeError, TransferQuestion
 from kvreshard.session.keys import Keys
 from kvreshard.session.statement import Answer
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_statement
@@ -38,9 +38,10 @@ class Lost:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A transfer. `heard_s`: when its source was last known to have it, or could first not be asked, or when it was first asked for. `found`: what is known of it, and
-    `untold`: of its requests, those that have not been told. `left_s`: see `Answer`; `lead_s`: see `Known`.
+class _FollowedTransfer:
+    """A transfer that is asked for. `heard_s`: when its source was last known to have it, or could first not be asked, or when it was first asked for.
+
+    `found`: what is known of it, and `untold`: of its requests, those that have not been told. `left_s`: see `Answer`; `lead_s`: see `TransferQuestion`.
     """
 
     transfer: str
@@ -84,8 +85,8 @@ class Following:
         self._wait_s, self._clock = wait_s, clock
         self._told = threading.Event()
         self._engine, self._keys, self._follower = engine, keys, follower
-        self._asked: dict[str, _Asked] = {}
-        self._of_request: dict[str, _Asked] = {}
+        self._asked: dict[str, _FollowedTransfer] = {}
+        self._of_request: dict[str, _FollowedTransfer] = {}
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request has not been told of its prefill yet."""
@@ -102,7 +103,7 @@ class Following:
     def begin(self, request: Request, transfer: str, address: Address) -> None:
         """Ask for a request."""
         self.end(request.request_id)
-        asked = _Asked(transfer, address, self._clock())
+        asked = _FollowedTransfer(transfer, address, self._clock())
         asked = self._of_request[request.request_id] = self._asked.setdefault(asked.name, asked)
         asked.requests[request.request_id] = request
         asked.untold.add(request.request_id)
@@ -181,16 +182,18 @@ class Following:
         if self._follower is not None:
             self._follower.close()
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, asked: _FollowedTransfer) -> None:
         if self._follower is None:
             self._follower = Follower(self._engine, 0, self._keys, self._told.set)
         if not asked.is_over:
             has_found = asked.found is not None
-            known = Known(asked.transfer, is_heard=asked.has_heard, only_end=has_found, lead_s=asked.lead_s)
+            known = TransferQuestion(asked.transfer, is_heard=asked.has_heard, only_end=has_found, lead_s=asked.lead_s)
             self._follower.follow(asked.name, asked.address, known)
         self._follower.ask()
 
-    def _read(self, asked: _Asked, answer: Answer | HandshakeError, now_s: float) -> RemotePrefill | Lost | None:
+    def _read(
+        self, asked: _FollowedTransfer, answer: Answer | HandshakeError, now_s: float
+    ) -> RemotePrefill | Lost | None:
         if isinstance(answer, HandshakeError):
             if asked.has_heard and not asked.error:  # a listener holds a question for seconds: its silence begins now
                 asked.heard_s = now_s

@@ -29,7 +29,7 @@ _CHOICE = re.compile(r"\d+_(.+)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class _SharedChoice:
     """The choice that was published, what it has computed, and its parameters."""
 
     request: str
@@ -38,7 +38,7 @@ class _Shared:
 
 
 @dataclass(slots=True)
-class Leased:
+class LeasedRequest:
     """A request with a lease.
 
     `computing`: itself, while it is computed for a decode engine. `first_loaded`: by group, the first token that a load has brought, where the
@@ -57,8 +57,8 @@ class Leases:
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
-        self._leases: dict[str, Leased] = {}
-        self._by_parent: dict[str, _Shared] = {}
+        self._leases: dict[str, LeasedRequest] = {}
+        self._by_parent: dict[str, _SharedChoice] = {}
         self.num_blocks = 0
 
     def __len__(self) -> int:
@@ -75,16 +75,16 @@ class Leases:
         """The leases of requests that are being computed."""
         return [leased.lease for leased in self._leases.values() if not leased.is_published]
 
-    def acquire(self, request: str) -> Leased | None:
+    def acquire(self, request: str) -> LeasedRequest | None:
         """The request's lease, a new one if it has none; None when all slots are taken."""
         if request not in self._leases:
             if not self._free:
                 return None
             lease = Lease(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
-            self._leases[request] = Leased(lease)
+            self._leases[request] = LeasedRequest(lease)
         return self._leases[request]
 
-    def find(self, request: str) -> Leased | None:
+    def find(self, request: str) -> LeasedRequest | None:
         """The request's lease."""
         return self._leases.get(request)
 
@@ -95,7 +95,7 @@ class Leases:
         self.num_blocks += num_blocks
         parent = _parent(request)
         if parent is not None:
-            self._by_parent[parent] = _Shared(request, _cut(prompt, num_tokens), dict(params))
+            self._by_parent[parent] = _SharedChoice(request, _cut(prompt, num_tokens), dict(params))
 
     def find_shared(self, request: str, prompt: Prompt, num_tokens: int) -> dict[str, Any] | None:
         """The parameters of another choice that has computed the same tokens of an equal prompt."""

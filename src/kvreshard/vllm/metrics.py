@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvreshard import __version__
 from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.transport.watchdog import CALLS
 from kvreshard.vllm.options import read_load_timeout, read_options
 from kvreshard.vllm.outcomes import REASONS
@@ -206,7 +206,7 @@ class ReshardStats(KVConnectorStats):
         self.reset()
         return taken
 
-    def _note_moved(self, moved: Moved) -> None:
+    def _note_moved(self, moved: TransferStats) -> None:
         samples = self.data["samples"]
         samples["load_seconds"].append(moved.total_s)
         samples["bind_seconds"].append(moved.bind_s)

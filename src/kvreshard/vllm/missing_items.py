@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
+class _NeededTokens:
     """Leading tokens that only the prefill can give, and why; None: nothing helps."""
 
     num_tokens: int | None
@@ -51,7 +51,7 @@ class MissingItems:
         self._num_replayed = num_replayed
         self.manager: KVCacheManager | None = None
         self._positions, self._placeholders = positions, placeholders
-        self._needed: dict[str, _Needed] = {}
+        self._needed: dict[str, _NeededTokens] = {}
 
     def arrive(self, request: Request, theirs: PromptDigest, key: bytes) -> None:
         """Compare the items of both sides, under the `key` of the digests in `theirs`."""
@@ -68,7 +68,7 @@ class MissingItems:
                 "its prefill has pictures, audio or video, and whether this request has the same is not known, since its source could not be asked; "
                 "send it again without kv_transfer_params to have it computed from what it has here"
             )
-            self._needed[request.request_id] = _Needed(None, reason)
+            self._needed[request.request_id] = _NeededTokens(None, reason)
         if theirs.items or theirs.salt:
             isolate(request)
 
@@ -78,7 +78,7 @@ class MissingItems:
         unseen = find_unseen(request.all_token_ids, items, self._placeholders)
         if unseen is not None:
             reason = f"token {unseen} stands for a picture, audio or video that is not here, and nothing can be loaded: {why}"
-            self._needed[request.request_id] = _Needed(None, reason)
+            self._needed[request.request_id] = _NeededTokens(None, reason)
 
     def is_hopeless(self, request_id: str) -> bool:
         """Whether the request is refused whatever is loaded."""
@@ -103,7 +103,7 @@ class MissingItems:
                 "its prefill has other pictures, audio or video than this request, and was found by a transfer_id, which may be anybody's: send "
                 "the same to both engines, or send kv_transfer_params when the prefill has ended"
             )
-            self._needed[request.request_id] = _Needed(None, reason)
+            self._needed[request.request_id] = _NeededTokens(None, reason)
         return num_loadable
 
     def why_refused(self, request: Request, num_computed: int, num_loadable: int) -> str:
@@ -146,7 +146,7 @@ class MissingItems:
                 f"token {unseen} stands for a picture, audio or video that is not here, and nothing behind token {num_loadable} is loaded, since "
                 "the prompts or their adapters differ: send the item to both engines"
             )
-            self._needed[request.request_id] = _Needed(None, reason)
+            self._needed[request.request_id] = _NeededTokens(None, reason)
 
     def end(self, request_id: str) -> None:
         """The request has ended."""
@@ -156,10 +156,10 @@ class MissingItems:
         if not found.num_needed:
             self._needed.pop(request.request_id, None)
         elif found.refusal:
-            self._needed[request.request_id] = _Needed(None, found.refusal)
+            self._needed[request.request_id] = _NeededTokens(None, found.refusal)
         else:
             reason = (
                 "its prefill has other pictures, audio or video than this request, which cannot be computed here; it needs the first "
                 f"{found.num_needed} tokens from there"
             )
-            self._needed[request.request_id] = _Needed(found.num_needed, reason)
+            self._needed[request.request_id] = _NeededTokens(found.num_needed, reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.session.commands import Command, Failure
-from kvreshard.session.progress import Computed
+from kvreshard.session.progress import StepProgress
 from kvreshard.vllm.outcomes import merge_failures
 
 
@@ -25,7 +25,7 @@ class ReshardMetadata(KVConnectorMetadata):
     engine_metadata: bytes | None = field(default=None, repr=False)
     patience_s: float = 0.0
     waits_for_draft: bool = False
-    computed: list[Computed] = field(default_factory=list)
+    computed: list[StepProgress] = field(default_factory=list)
     published: dict[str, str] = field(default_factory=dict)
 
 

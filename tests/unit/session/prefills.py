@@ -17,9 +17,9 @@ from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.session.commands import Acquire, Load, Publish, Revoke
 from kvreshard.session.follower import Follower
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_messages import Address, HandshakeError, TransferQuestion
 from kvreshard.session.lease import Lease
-from kvreshard.session.progress import Computed
+from kvreshard.session.progress import StepProgress
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import Seal
 from kvreshard.session.statement import Answer, Statement, read_reply
@@ -34,12 +34,12 @@ class LocalFollower(Follower):
 
     def __init__(self, rendezvous: Rendezvous, loses: list[bool]) -> None:
         self._rendezvous, self._loses = rendezvous, loses
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, TransferQuestion] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def follow(self, name: str, address: Address, known: Known) -> None:
+    def follow(self, name: str, address: Address, known: TransferQuestion) -> None:
         self._known[name] = known
 
     def drop(self, name: str) -> None:
@@ -157,7 +157,7 @@ class Prefill:
         ((start, stop), layer), board = self.steps[rank].pop(0), self.side.endpoints[rank].board
         if layer == -1:
             self.list_pages(stop)
-            board.begin([Computed(self.lease.slot, self.lease.word, start, stop)])
+            board.begin([StepProgress(self.lease.slot, self.lease.word, start, stop)])
             return True
         done = layers_of(self.side.layout, rank)
         written = done if layer is None else [layer]
@@ -217,7 +217,7 @@ class Prefill:
 
     def order(self, name: str = "d", dst_pages: Sequence[int] = ()) -> Load:
         """A load that follows it, as its reader's scheduler commands one that has asked the listener once."""
-        reply = self.rendezvous.answer([Known(TRANSFER)], is_last=True)
+        reply = self.rendezvous.answer([TransferQuestion(TRANSFER)], is_last=True)
         assert reply is not None
         statement = read_reply(reply)[0].statement
         assert statement is not None

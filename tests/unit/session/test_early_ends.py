@@ -15,7 +15,7 @@ from tests.unit.session.world import OPTIONS, collect, make_world, meet, order_l
 from kvreshard.model.changed import replace
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import FREE
-from kvreshard.session.progress import Computed, ProgressBoard
+from kvreshard.session.progress import ProgressBoard, StepProgress
 
 
 @pytest.mark.parametrize("knows", ["nothing", "the lease", "the end"])
@@ -101,7 +101,7 @@ def test_an_event_that_a_broken_device_refuses_to_tell_does_not_keep_loads_from_
 
     endpoint = world.dst.endpoints[0]
     endpoint.board = ProgressBoard(world.dst.tables[0], lambda: broken)
-    endpoint.begin_step([Computed(0, 77, 0, 4)])
+    endpoint.begin_step([StepProgress(0, 77, 0, 4)])
     endpoint.board.end()
     world.acquire_and_publish()
     order_load(world)

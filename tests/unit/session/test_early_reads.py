@@ -21,10 +21,10 @@ from kvreshard.plan.reads import ReadPlan
 from kvreshard.plan.stage import Batch
 from kvreshard.session.commands import EndpointOptions, Load, Revoke
 from kvreshard.session.early_job import MAX_PAGES, EarlyJob, _Cursors, _Life
-from kvreshard.session.handshake_messages import Known
+from kvreshard.session.handshake_messages import TransferQuestion
 from kvreshard.session.lease import Lease, LeaseTable
-from kvreshard.session.progress import Computed, Progress, ProgressBoard
-from kvreshard.session.pull import Moved
+from kvreshard.session.progress import Progress, ProgressBoard, StepProgress
+from kvreshard.session.pull import TransferStats
 from kvreshard.session.rendezvous import Rendezvous
 from kvreshard.session.seal import SealError
 from kvreshard.session.statement import Answer, PageList, Statement, read_reply
@@ -142,7 +142,7 @@ def test_a_hit_is_final_after_the_own_first_step() -> None:
     table = LeaseTable(64)
     board = ProgressBoard(table)
     table[SLOT] = WORD
-    board.begin([Computed(SLOT, WORD, 32, 40)])
+    board.begin([StepProgress(SLOT, WORD, 32, 40)])
     assert int(table.progress[SLOT]) == 0
     board.layer(1)
     assert Progress.unpack(int(table.progress[SLOT])) == (32, 40, 1)
@@ -191,7 +191,7 @@ def test_a_source_that_is_followed_answers_fast(followed: Followed) -> None:
     endpoint = followed.world.src.endpoints[0]
     followed.world.src.turn(1)
     assert not endpoint._is_attentive
-    endpoint.begin_step([Computed(0, 1, 0, 8)])
+    endpoint.begin_step([StepProgress(0, 1, 0, 8)])
     followed.world.src.turn(1)
     assert endpoint._is_attentive
     endpoint.begin_step([])
@@ -302,7 +302,7 @@ def test_pages_outside_the_pool_fail_the_load(followed: Followed) -> None:
     followed.prefill.pages = [10**6] * 10
     followed.prefill.list_pages(40)
     for endpoint in followed.world.src.endpoints.values():
-        endpoint.board.begin([Computed(lease.slot, lease.word, 0, 40)])
+        endpoint.board.begin([StepProgress(lease.slot, lease.word, 0, 40)])
         endpoint.board.end()
     followed.go()
     assert followed.end() == (set(), {"d": "request"})
@@ -332,14 +332,14 @@ def test_two_prefills_of_one_id_are_not_shown() -> None:
     assert shown.hear("x", "a")  # a choice, or the same after a preemption
     assert not shown.hear("x", "b")
     assert not shown.begin("x", "a", Statement("e", "i", "a", 1, 2, 8, {}, False, b""))
-    reply = shown.answer([Known("x")], is_last=False)
+    reply = shown.answer([TransferQuestion("x")], is_last=False)
     assert reply is not None
     assert read_reply(reply)[0].state == "ended"
     shown.end("x", "b", "over")
     assert shown.hear("x", "c")
 
 
-def _ask(shown: Rendezvous, known: Known) -> Answer:
+def _ask(shown: Rendezvous, known: TransferQuestion) -> Answer:
     reply = shown.answer([known], is_last=False)
     assert reply is not None
     return read_reply(reply)[0]
@@ -347,24 +347,24 @@ def _ask(shown: Rendezvous, known: Known) -> Answer:
 
 def test_the_listener_says_what_is_new_and_nothing_else() -> None:
     shown = Rendezvous(KEY)
-    assert shown.answer([Known("x")], is_last=False) is None
+    assert shown.answer([TransferQuestion("x")], is_last=False) is None
     shown.hear("x", "a")
-    assert _ask(shown, Known("x")) == Answer("heard")
-    assert shown.answer([Known("x", is_heard=True)], is_last=False) is None
+    assert _ask(shown, TransferQuestion("x")) == Answer("heard")
+    assert shown.answer([TransferQuestion("x", is_heard=True)], is_last=False) is None
     shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
     shown.extend("x", 77, {"g": [5, 6]})
-    first = _ask(shown, Known("x")).statement
+    first = _ask(shown, TransferQuestion("x")).statement
     assert first is not None
     assert first.pages == {"g": PageList.of(PageTable([5, 6], 40))}
-    assert shown.answer([Known("x", 77, {"g": 2})], is_last=False) is None
+    assert shown.answer([TransferQuestion("x", 77, {"g": 2})], is_last=False) is None
     shown.extend("x", 77, {"g": [9]})
     shown.extend("x", 78, {"g": [10]})  # of another life
-    more = _ask(shown, Known("x", 77, {"g": 2})).statement
+    more = _ask(shown, TransferQuestion("x", 77, {"g": 2})).statement
     assert more is not None
     assert more.pages == {"g": PageList.of(PageTable([9], 40, 2))}
-    assert shown.answer([Known("x", 77, only_end=True)], is_last=False) is None
+    assert shown.answer([TransferQuestion("x", 77, only_end=True)], is_last=False) is None
     shown.begin("x", "a", Statement("e", "i", "a", 3, 79, 40, {}, False, b""))
-    again = _ask(shown, Known("x", 77, {"g": 3})).statement
+    again = _ask(shown, TransferQuestion("x", 77, {"g": 3})).statement
     assert again is not None
     assert (again.word, again.pages) == (79, {})
 
@@ -373,7 +373,7 @@ def test_an_answer_has_no_more_than_a_reader_takes(monkeypatch: pytest.MonkeyPat
     """The rest comes with the next questions: a reader that gets too much would ask for all of it again, and never hear of any."""
     shown, most = Rendezvous(KEY), 100_000
     monkeypatch.setattr(rendezvous_module, "MAX_STATEMENT_BYTES", most)
-    wanted = {f"x{number}": Known(f"x{number}") for number in range(12)}
+    wanted = {f"x{number}": TransferQuestion(f"x{number}") for number in range(12)}
     for number, name in enumerate(wanted):
         shown.hear(name, name)
         shown.begin(name, name, Statement("e", "i", name, number, 77, 40_000, {}, False, b"{}"))
@@ -389,11 +389,11 @@ def test_an_answer_has_no_more_than_a_reader_takes(monkeypatch: pytest.MonkeyPat
         num_questions += 1
     assert num_questions == 3
     shown.extend("x0", 77, {"g": range(most)})  # one alone is not cut
-    assert _ask(shown, Known("x0", 77, {"g": 2500})).statement is not None
+    assert _ask(shown, TransferQuestion("x0", 77, {"g": 2500})).statement is not None
 
 
 def test_the_listener_says_when_the_end_is_near() -> None:
-    shown, waits = Rendezvous(KEY), Known("x", only_end=True, is_heard=True, lead_s=2.0)
+    shown, waits = Rendezvous(KEY), TransferQuestion("x", only_end=True, is_heard=True, lead_s=2.0)
     shown.hear("x", "a")
     assert shown.answer([waits], is_last=False) is None  # it may wait in the queue for long
     shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
@@ -424,7 +424,7 @@ def test_a_board_writes_what_a_device_has_done_and_no_word_of_a_lease_that_has_g
     table = LeaseTable(64)
     board = ProgressBoard(table, lambda: lambda: bool(done))
     table[1], table[2] = 11, 22
-    board.begin([Computed(1, 11, 0, 8), Computed(2, 22, 0, 8)])
+    board.begin([StepProgress(1, 11, 0, 8), StepProgress(2, 22, 0, 8)])
     board.layer(1)
     board.end()
     board.end()
@@ -454,7 +454,7 @@ def test_what_is_read_early_in_batches_counts_with_its_gaps() -> None:
     life.count(plan)
     life.final_s = 1.0
     life.count(plan)
-    assert life.moved == Moved(400, 480, 8, 160, num_early_bytes=200)
+    assert life.moved == TransferStats(400, 480, 8, 160, num_early_bytes=200)
 
 
 @pytest.mark.parametrize("is_settled", [True, False], ids=["waits", "reads"])

@@ -17,7 +17,7 @@ from kvreshard.session.handshake_messages import (
     MAX_TRANSFERS,
     Address,
     HandshakeError,
-    Known,
+    TransferQuestion,
     count_fitting,
     transfers_request,
 )
@@ -68,7 +68,7 @@ def begin(shown: Rendezvous, server: HandshakeServer, transfer: str, word: int =
 
 
 def test_what_is_new_is_told_at_once(shown: Rendezvous, server: HandshakeServer, follower: Follower) -> None:
-    follower.follow("r", server.address, Known("x", is_heard=True))
+    follower.follow("r", server.address, TransferQuestion("x", is_heard=True))
     follower.ask()
     time.sleep(0.1)
     assert follower.take() == []
@@ -78,7 +78,7 @@ def test_what_is_new_is_told_at_once(shown: Rendezvous, server: HandshakeServer,
     assert time.monotonic() - began_s < 2.0  # not only when the question has been held long enough
     assert isinstance(answer, Answer)
     assert (name, answer.state) == ("r", "found")
-    follower.follow("r", server.address, Known("x", 77))
+    follower.follow("r", server.address, TransferQuestion("x", 77))
     follower.ask()
     shown.end("x", "x", "aborted")
     server.wake()
@@ -92,7 +92,7 @@ def test_who_waits_for_a_request_is_told_when_it_has_come(
     shown: Rendezvous, server: HandshakeServer, follower: Follower
 ) -> None:
     """Its reader may not wait as long as a listener holds a question (`transfer_wait_s`)."""
-    follower.follow("r", server.address, Known("x"))
+    follower.follow("r", server.address, TransferQuestion("x"))
     follower.ask()
     time.sleep(0.2)
     assert follower.take() == []
@@ -117,7 +117,7 @@ def test_a_question_of_which_nothing_is_new_is_answered_before_it_is_asked_again
     for module, name in ((handshake_server, "HOLD_S"), (exchange, "ASK_AGAIN_S")):
         monkeypatch.setattr(module, name, getattr(module, name) / 5)
     shown.hear("x", "x")
-    follower.follow("r", server.address, Known("x", is_heard=True))
+    follower.follow("r", server.address, TransferQuestion("x", is_heard=True))
     assert until(follower, bool) == [("r", Answer("heard"))]
     assert len(asked) == 1
 
@@ -127,7 +127,7 @@ def test_one_question_is_held_of_each_reader(
 ) -> None:
     monkeypatch.setattr(followers, "PAUSE_S", 0.0)
     for number in range(60):
-        follower.follow(f"r{number}", server.address, Known(f"x{number}", is_heard=True))
+        follower.follow(f"r{number}", server.address, TransferQuestion(f"x{number}", is_heard=True))
         follower.ask()
         time.sleep(0.005)
     until_s = time.monotonic() + 5.0
@@ -144,7 +144,7 @@ def test_a_source_that_is_named_at_two_addresses_answers_at_both(
     shown: Rendezvous, server: HandshakeServer, follower: Follower
 ) -> None:
     for name, host in (("a", "127.0.0.1"), ("b", "localhost")):
-        follower.follow(name, Address(host, server.address.port), Known(f"x-{name}", is_heard=True))
+        follower.follow(name, Address(host, server.address.port), TransferQuestion(f"x-{name}", is_heard=True))
         follower.ask()
         time.sleep(0.3)  # the question is held
     began_s = time.monotonic()
@@ -161,7 +161,7 @@ def test_more_than_one_question_has_room_for_take_turns(
     monkeypatch.setattr(handshake_messages, "MAX_TRANSFERS", 4)
     for number in range(10):
         begin(shown, server, f"x{number}")
-        follower.follow(f"r{number}", server.address, Known(f"x{number}"))
+        follower.follow(f"r{number}", server.address, TransferQuestion(f"x{number}"))
     taken = until(follower, lambda taken: len(taken) >= 10)
     assert sorted(name for name, _ in taken) == sorted(f"r{number}" for number in range(10))
 
@@ -170,11 +170,11 @@ def test_a_name_that_was_given_to_another_transfer_gets_no_answer_about_the_form
     shown: Rendezvous, server: HandshakeServer, follower: Follower
 ) -> None:
     begin(shown, server, "x")
-    follower.follow("r", server.address, Known("x"))
+    follower.follow("r", server.address, TransferQuestion("x"))
     follower.ask()
     time.sleep(0.2)  # the answer is there
     follower.drop("r")
-    follower.follow("r", server.address, Known("y"))
+    follower.follow("r", server.address, TransferQuestion("y"))
     shown.hear("y", "y")
     server.wake()
     ((_, answer),) = until(follower, bool)
@@ -185,7 +185,7 @@ def test_who_cannot_be_asked_is_an_error_for_all_that_wait() -> None:
     follower = Follower("decode", 0, None, lambda: None)
     address = Address("127.0.0.1", free_ports(1))
     for name in ("a", "b"):
-        follower.follow(name, address, Known(name))
+        follower.follow(name, address, TransferQuestion(name))
     taken = until(follower, lambda taken: len(taken) >= 2)
     follower.close()
     assert all(isinstance(error, HandshakeError) and "nothing takes connections" in str(error) for _, error in taken)
@@ -194,7 +194,7 @@ def test_who_cannot_be_asked_is_an_error_for_all_that_wait() -> None:
 def test_an_engine_that_shows_nothing_says_so(follower: Follower) -> None:
     world = make_world(1, 1)
     server = HandshakeServer(Address("127.0.0.1", 0), world.src.engine_metadata())
-    follower.follow("r", server.address, Known("x"))
+    follower.follow("r", server.address, TransferQuestion("x"))
     ((_, error),) = until(follower, bool)
     server.close()
     world.close()
@@ -207,7 +207,7 @@ def test_who_cannot_be_asked_is_asked_again_only_after_a_while() -> None:
     until_s = time.monotonic() + 0.5 * followers.RETRY_S
     while time.monotonic() < until_s:
         errors += len(follower.take())
-        follower.follow("r", address, Known("x"))  # as its callers do, each time they have heard of it
+        follower.follow("r", address, TransferQuestion("x"))  # as its callers do, each time they have heard of it
         wait_s = follower.ask()
         time.sleep(0.002)
     follower.drop("r")
@@ -219,7 +219,7 @@ def test_who_cannot_be_asked_is_asked_again_only_after_a_while() -> None:
 @pytest.mark.parametrize(("length", "num_groups"), [(36, 32), (200, 1), (256, 6), (256, 256)])
 def test_a_question_has_room_for_what_is_asked(length: int, num_groups: int) -> None:
     groups = {f"group.{number}": 60_000 for number in range(num_groups)}
-    wanted = [Known(f"{i:04d}".ljust(length, "x"), 2**63 - 1, groups, lead_s=0.5) for i in range(300)]
+    wanted = [TransferQuestion(f"{i:04d}".ljust(length, "x"), 2**63 - 1, groups, lead_s=0.5) for i in range(300)]
     number = count_fitting(wanted)
     assert 1 <= number <= MAX_TRANSFERS
     assert len(transfers_request("e" * 256, 0, wanted[:number], "a" * 32)) <= MAX_MESSAGE_BYTES
@@ -229,8 +229,8 @@ def test_long_names_beside_it_keep_nobody_from_an_answer(
     shown: Rendezvous, server: HandshakeServer, follower: Follower
 ) -> None:
     for i in range(240):
-        follower.follow(f"h{i}", server.address, Known(f"{i:04d}".ljust(256, "x")))
+        follower.follow(f"h{i}", server.address, TransferQuestion(f"{i:04d}".ljust(256, "x")))
     begin(shown, server, "honest")
-    follower.follow("honest", server.address, Known("honest"))
+    follower.follow("honest", server.address, TransferQuestion("honest"))
     taken = until(follower, lambda taken: any(name == "honest" for name, _ in taken), 30.0)
     assert all(isinstance(answer, Answer) for _, answer in taken)

@@ -16,7 +16,7 @@ from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import Lease
 from kvreshard.session.mover import Scratch
 from kvreshard.session.peer import LocalRank, Peer
-from kvreshard.session.peers import Peers, _Known
+from kvreshard.session.peers import Peers, _PeerEntry
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 
@@ -121,7 +121,7 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     remote_leases = RemoteLeases(transport, peers, ResultQueue(), 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
-        known = _Known(0.0, 0.0)
+        known = _PeerEntry(0.0, 0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)
         known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
         peers._known[remote] = known

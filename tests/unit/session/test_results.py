@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from kvreshard.session.commands import Failure, Results
-from kvreshard.session.pull import Moved
+from kvreshard.session.pull import TransferStats
 from kvreshard.session.results import ResultQueue
 
-MOVED = Moved(1, 1, 1)
+MOVED = TransferStats(1, 1, 1)
 FOR_EVER_S, DEADLINE_S = 1000.0, 10.0
 
 

@@ -27,7 +27,7 @@ from kvreshard.plan import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
 from kvreshard.session.follower import Follower
-from kvreshard.session.handshake_messages import Address, HandshakeError, Known
+from kvreshard.session.handshake_messages import Address, HandshakeError, TransferQuestion
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.statement import Answer, read_reply
@@ -158,12 +158,12 @@ class WorldFollower(Follower):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._known: dict[str, tuple[Address, Known]] = {}
+        self._known: dict[str, tuple[Address, TransferQuestion]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def follow(self, name: str, address: Address, known: Known) -> None:
+    def follow(self, name: str, address: Address, known: TransferQuestion) -> None:
         self._known[name] = address, known
 
     def drop(self, name: str) -> None:
