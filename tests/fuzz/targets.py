@@ -116,7 +116,7 @@ def handshake_message(data: bytes) -> Outcome:
 def _shown() -> Rendezvous:
     """A prefill that readers may ask for."""
     shown = Rendezvous(bytes(32))
-    shown.hear("x-1", "r")
+    shown.register("x-1", "r")
     shown.begin("x-1", "r", Statement("e", "i", "r", 1, 77, 40, {}, False, b""))
     shown.extend("x-1", 77, {"full": [5, 6, 7]})
     return shown

@@ -105,7 +105,7 @@ class EarlyPrefills:
 
     def begin(self, order: EarlyOrder) -> None:
         """A request has come."""
-        is_new = self._engine.rendezvous.hear(order.transfer, order.request)
+        is_new = self._engine.rendezvous.register(order.transfer, order.request)
         assert is_new
         self._computing[order.request] = _Early(order, time.monotonic() + PREFILL_S)
 

@@ -75,7 +75,7 @@ class Both:
         return self.decode.arrive(DECODE | more, tokens)
 
     def hear(self) -> list[Any]:
-        return list(self.decode.side.hear())
+        return list(self.decode.side.on_answers())
 
 
 def test_a_load_begins_while_the_prompt_is_computed() -> None:

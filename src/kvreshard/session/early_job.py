@@ -1,6 +1,6 @@
 """A load that reads pages while they are computed.
 
-Each time something is told, by the progress words or by the source's listener:
+Each time there is news, by the progress words or by the source's listener:
 
 1. A part whose tokens have become final up to another edge of pages is read up to there: the new interval, after loads that somebody waits
    for, so much at a time (`ROUND_BYTES`).
@@ -97,9 +97,9 @@ class _Life:
     def num_pages(self) -> int:
         return sum(len(table.pages) for table in self.tables.values())
 
-    def see(self, told: Mapping[int, Progress | None]) -> None:
+    def on_progress(self, found: Mapping[int, Progress | None]) -> None:
         """What the words of the lease say, by source rank; None where its lease word is another."""
-        self.progress = {rank: progress for rank, progress in told.items() if progress is not None}
+        self.progress = {rank: progress for rank, progress in found.items() if progress is not None}
         self.is_over |= bool(self.held_by - self.progress.keys())
         self.held_by.update(self.progress)
 
@@ -143,9 +143,9 @@ class _Cursors:
     def final(self, progress: Mapping[int, Progress]) -> Int64s:
         """Tokens of each part that are final."""
         nothing = Progress(0, 0, 0)
-        told = [progress.get(rank, nothing) for rank in self._ranks]
+        of_ranks = [progress.get(rank, nothing) for rank in self._ranks]
         num_tokens, step_tokens, num_layers = (
-            np.array([getattr(one, name) for one in told], dtype=np.int64)[self._rank]
+            np.array([getattr(one, name) for one in of_ranks], dtype=np.int64)[self._rank]
             for name in ("num_tokens", "step_tokens", "num_layers")
         )
         return np.where(self._layer < num_layers, step_tokens, num_tokens)
@@ -197,19 +197,19 @@ class EarlyJob(Job):
 
     @property
     def follows(self) -> bool:
-        """Whether there is anything to hear from the listener."""
+        """Whether there is anything to ask the listener."""
         is_known = self._life.is_complete and not self._life.is_over
         return self.peer is not None and self.outcome is None and not (self.is_stopped or is_known)
 
-    def see(self, told: Mapping[int, Progress | None], now_s: float) -> None:
+    def on_progress(self, found: Mapping[int, Progress | None], now_s: float) -> None:
         """What the words of the lease say, by source rank; None where its lease word is another.
 
         A source rank learns of a lease a little later than the listener. One that has had it and has it no more has ended it.
         """
-        self._life.see(told)
+        self._life.on_progress(found)
         self._note_news(now_s)
 
-    def hear(self, answer: Answer | HandshakeError, now_s: float) -> None:
+    def on_answer(self, answer: Answer | HandshakeError, now_s: float) -> None:
         """What the listener says. A listener that cannot be asked is asked again, until the load's time is over."""
         if isinstance(answer, HandshakeError) or self.peer is None:
             return
@@ -317,8 +317,8 @@ class EarlyJob(Job):
 
     def _is_final(self, cursors: _Cursors) -> bool:
         """Whether the prefill has computed all that is loaded, as far as this rank knows."""
-        is_told = len(cursors.parts) > 0 and bool((cursors.final(self._life.progress) >= cursors.end).all())
-        return is_told or self._life.is_complete
+        is_final = len(cursors.parts) > 0 and bool((cursors.final(self._life.progress) >= cursors.end).all())
+        return is_final or self._life.is_complete
 
     def _is_done(self, cursors: _Cursors) -> bool:
         return self._life.is_complete and bool((cursors.read >= cursors.end).all())

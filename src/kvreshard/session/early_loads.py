@@ -1,4 +1,4 @@
-"""What the early loads of one rank hear and see: from the listeners of their sources, and from the progress words of the source ranks.
+"""News for the early loads of one rank: from the listeners of their sources, and from the progress words of the source ranks.
 
 Once per turn of the session (`EarlyLoads.step`): answers of listeners and words that were read go to the jobs that they are about; both are
 asked again when it is time. Words are read as often as they change (`ProgressReader`): those of a slow prefill less often, and never less than
@@ -31,7 +31,7 @@ INTERVAL_SHARE = 1 / 8
 WORDS_PER_LEASE = 2
 
 ProgressByRank = Mapping[int, Progress | None]
-"""The progress that each source rank has told; None where its lease word is another."""
+"""The progress of each source rank; None where its lease word is another."""
 
 
 class EarlyLoads:
@@ -74,7 +74,7 @@ class EarlyLoads:
             if name in self._jobs:
                 if isinstance(answer, Answer) and answer.statement is not None:
                     self._results.note_advance()
-                self._jobs[name].hear(answer, now_s)
+                self._jobs[name].on_answer(answer, now_s)
                 self._jobs[name].wake()
         for name, job in self._jobs.items():
             if job.follows:
@@ -103,10 +103,10 @@ class EarlyLoads:
 
     def _read(self, reader: ProgressReader, now_s: float) -> None:
         seen, error = reader.step(now_s)
-        for name, told in seen.items():
+        for name, progress in seen.items():
             if name in self._jobs:
                 self._results.note_advance()
-                self._jobs[name].see(told, now_s)
+                self._jobs[name].on_progress(progress, now_s)
                 self._jobs[name].wake()
         if error is not None:
             for name, job in self._jobs.items():
@@ -210,8 +210,8 @@ class ProgressReader:
                 continue
             found = table[:, :, place].tolist()
             seen = {
-                rank: Progress.unpack(told) if held == word else None
-                for rank, (held, told) in zip(ranks, found, strict=True)
+                rank: Progress.unpack(packed) if held == word else None
+                for rank, (held, packed) in zip(ranks, found, strict=True)
             }
             if self._seen.get(name) != seen:
                 self._seen[name] = changed[name] = seen

@@ -95,7 +95,7 @@ class Endpoint:
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
         self._observer = observer or Observer()
-        self._own = LocalLeases(rank, transport, self._observer.heard, table, clock)
+        self._own = LocalLeases(rank, transport, self._observer.on_notification, table, clock)
         self.board = board or ProgressBoard(table)
         self._results = ResultQueue()
         self._peers = peers or Peers(options, clock, self.wake, on_handshake=self._results.note_handshake)

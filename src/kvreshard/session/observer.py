@@ -81,7 +81,7 @@ class Observer:
         """A load is ordered; what is returned watches it."""
         return LoadObserver()
 
-    def heard(self, payload: bytes, leases: LeaseBook) -> None:
+    def on_notification(self, payload: bytes, leases: LeaseBook) -> None:
         """A notification that is not of the session's kinds. `leases`: of this rank's own prefills."""
 
     def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:

@@ -2,7 +2,7 @@
 
 The engine's thread says what happens to a prefill:
 
-1. `hear`: its request has come. `begin`: it is scheduled, under a lease. `extend`: it has got pages.
+1. `register`: its request has come. `begin`: it is scheduled, under a lease. `extend`: it has got pages.
 2. `complete`: it has ended well; every group's pages are known. `end`: nothing will come, or nothing more.
 3. A preempted prefill begins again under another lease word.
 
@@ -60,7 +60,7 @@ class Rendezvous:
             self._prefills.clear()
             self._ended.clear()
 
-    def hear(self, transfer: str, owner: str) -> bool:
+    def register(self, transfer: str, owner: str) -> bool:
         """A request has come. False: another that has not ended has the same id, and neither is shown; or the same request has ended under this id
         before, and a reader that has not heard of that could take one for the other.
         """

@@ -74,8 +74,8 @@ class RankObserver(Observer):
         """See `Observer.ordered`."""
         return WatchedLoad(self, load)
 
-    def heard(self, payload: bytes, leases: LeaseBook) -> None:
-        """See `Observer.heard`."""
+    def on_notification(self, payload: bytes, leases: LeaseBook) -> None:
+        """See `Observer.on_notification`."""
         request = read_request(payload)
         if request is not None:
             self.server.take(request, leases)

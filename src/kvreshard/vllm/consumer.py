@@ -91,7 +91,7 @@ class Consumer:
             return
         yield from self._arrive(request, prefill, is_answer=is_answer)
 
-    def hear(self) -> Iterator[Command]:
+    def on_answers(self) -> Iterator[Command]:
         """What the listeners of sources have said of prefills that are under way. What a load is to know of its own, its ranks hear."""
         for request, found in self.following.take():
             waiting = self.waiting.get(request.request_id)

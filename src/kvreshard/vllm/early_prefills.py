@@ -70,10 +70,10 @@ class EarlyPrefills:
         # Of the last prefill that had some steps.
         self._clock, self._seconds_per_token = clock, float("nan")
 
-    def hear(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         """A request has arrived."""
         transfer, owner = transfer_of(request.kv_transfer_params or {}), owner_of(request.request_id)
-        if transfer and self._rendezvous.hear(transfer, owner):
+        if transfer and self._rendezvous.register(transfer, owner):
             self._prefills[request.request_id] = _Prefill(request, transfer, owner)
 
     def schedule(self, request: Request, lease: Lease) -> None:

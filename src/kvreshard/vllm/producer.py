@@ -110,7 +110,7 @@ class Producer:
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives again. From now on readers may ask for its `transfer_id`."""
         self._drop_last_tokens(request)
-        self.early.hear(request)
+        self.early.on_arrival(request)
 
     def _drop_last_tokens(self, request: Request) -> None:
         backoff, params = self._config.num_backoff_tokens, request.kv_transfer_params

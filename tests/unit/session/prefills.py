@@ -245,7 +245,7 @@ class Prefill:
 
 def rendezvous() -> Rendezvous:
     made = Rendezvous(KEY)
-    assert made.hear(TRANSFER, "r")
+    assert made.register(TRANSFER, "r")
     return made
 
 

@@ -320,7 +320,7 @@ def test_another_prefill_under_the_id_fails_the_load(followed: Followed) -> None
     followed.order()
     followed.prefill.take_back()
     followed.shown.end(TRANSFER, "r", "aborted")
-    assert followed.shown.hear(TRANSFER, "other")
+    assert followed.shown.register(TRANSFER, "other")
     assert followed.shown.begin(TRANSFER, "other", Statement("prefill", "", "other", 1, 2, 40, {}, False, b"{}"))
     followed.go()
     assert set(followed.end()[1].values()) <= {"prefill", "seal"}
@@ -328,15 +328,15 @@ def test_another_prefill_under_the_id_fails_the_load(followed: Followed) -> None
 
 def test_two_prefills_of_one_id_are_not_shown() -> None:
     shown = Rendezvous(KEY)
-    assert shown.hear("x", "a")
-    assert shown.hear("x", "a")  # a choice, or the same after a preemption
-    assert not shown.hear("x", "b")
+    assert shown.register("x", "a")
+    assert shown.register("x", "a")  # a choice, or the same after a preemption
+    assert not shown.register("x", "b")
     assert not shown.begin("x", "a", Statement("e", "i", "a", 1, 2, 8, {}, False, b""))
     reply = shown.answer([TransferQuestion("x")], is_last=False)
     assert reply is not None
     assert read_reply(reply)[0].state == "ended"
     shown.end("x", "b", "over")
-    assert shown.hear("x", "c")
+    assert shown.register("x", "c")
 
 
 def _ask(shown: Rendezvous, known: TransferQuestion) -> Answer:
@@ -348,7 +348,7 @@ def _ask(shown: Rendezvous, known: TransferQuestion) -> Answer:
 def test_the_listener_says_what_is_new_and_nothing_else() -> None:
     shown = Rendezvous(KEY)
     assert shown.answer([TransferQuestion("x")], is_last=False) is None
-    shown.hear("x", "a")
+    shown.register("x", "a")
     assert _ask(shown, TransferQuestion("x")) == Answer("heard")
     assert shown.answer([TransferQuestion("x", is_heard=True)], is_last=False) is None
     shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
@@ -375,7 +375,7 @@ def test_an_answer_has_no_more_than_a_reader_takes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rendezvous_module, "MAX_STATEMENT_BYTES", most)
     wanted = {f"x{number}": TransferQuestion(f"x{number}") for number in range(12)}
     for number, name in enumerate(wanted):
-        shown.hear(name, name)
+        shown.register(name, name)
         shown.begin(name, name, Statement("e", "i", name, number, 77, 40_000, {}, False, b"{}"))
         shown.extend(name, 77, {"g": range(2500)})
     num_questions = 0
@@ -394,7 +394,7 @@ def test_an_answer_has_no_more_than_a_reader_takes(monkeypatch: pytest.MonkeyPat
 
 def test_the_listener_says_when_the_end_is_near() -> None:
     shown, waits = Rendezvous(KEY), TransferQuestion("x", only_end=True, is_heard=True, lead_s=2.0)
-    shown.hear("x", "a")
+    shown.register("x", "a")
     assert shown.answer([waits], is_last=False) is None  # it may wait in the queue for long
     shown.begin("x", "a", Statement("e", "i", "a", 1, 77, 40, {}, False, b""))
     assert _ask(shown, waits) == Answer("heard")  # nobody knows when
@@ -472,7 +472,7 @@ def test_a_listener_that_answers_keeps_a_load_that_waits_and_none_whose_read_nev
     assert isinstance(job, EarlyJob)
     assert job.is_settled == is_settled
     for _ in range(60):  # 300 s; the limits are 100 s for a load and 10 s to settle
-        job.hear(Answer("heard"), followed.world.clock.now_s)
+        job.on_answer(Answer("heard"), followed.world.clock.now_s)
         followed.world.dst.turn(1)
         followed.world.clock.now_s += 5.0
     received, failed, _ = collect(followed.world.dst)
@@ -486,7 +486,7 @@ def test_a_source_that_has_forgotten_the_prefill_ends_the_load(followed: Followe
     followed.order()
     (job,) = followed.world.dst.endpoints[0]._jobs
     assert isinstance(job, EarlyJob)
-    job.hear(Answer("unheard"), followed.world.clock.now_s)
+    job.on_answer(Answer("unheard"), followed.world.clock.now_s)
     followed.go(3)
     assert followed.end() == (set(), {"d": "prefill"})
 
@@ -509,7 +509,7 @@ def test_a_source_cannot_make_a_reader_keep_pages_without_end(
         first += count
         pages = {group: PageList.of(table) for group, table in tables.items()}
         stated = Statement(*job.load.remote.name, lease.request, lease.slot, lease.word, 40, pages, False, b"")
-        job.hear(Answer("found", statement=stated.sealed(KEY, tables)), followed.world.clock.now_s)
+        job.on_answer(Answer("found", statement=stated.sealed(KEY, tables)), followed.world.clock.now_s)
     followed.go(3)
     _, failed, _ = collect(followed.world.dst)
     assert failed["d"].kind == "prefill"
@@ -525,6 +525,6 @@ def test_a_request_of_the_same_name_under_the_same_id_is_not_taken_for_the_forme
     first = followed.prefill
     first.take_back()
     followed.shown.end(TRANSFER, "r", "it was aborted")
-    assert not followed.shown.hear(TRANSFER, "r")
+    assert not followed.shown.register(TRANSFER, "r")
     followed.go(30)
     assert followed.end() == (set(), {"d": "prefill"})

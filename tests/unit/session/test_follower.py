@@ -62,7 +62,7 @@ def until(follower: Follower, is_enough: Callable[[Taken], bool], seconds: float
 
 
 def begin(shown: Rendezvous, server: HandshakeServer, transfer: str, word: int = 77) -> None:
-    shown.hear(transfer, transfer)
+    shown.register(transfer, transfer)
     shown.begin(transfer, transfer, Statement("prefill", "i", transfer, 1, word, 40, {}, False, b""))
     server.wake()
 
@@ -97,7 +97,7 @@ def test_who_waits_for_a_request_is_told_when_it_has_come(
     time.sleep(0.2)
     assert follower.take() == []
     began_s = time.monotonic()
-    shown.hear("x", "x")
+    shown.register("x", "x")
     if shown.has_changed:  # as the engine's thread does after each step
         server.wake()
     assert until(follower, bool) == [("r", Answer("heard"))]
@@ -116,7 +116,7 @@ def test_a_question_of_which_nothing_is_new_is_answered_before_it_is_asked_again
     monkeypatch.setattr(server, "_answer", count)
     for module, name in ((handshake_server, "HOLD_S"), (exchange, "ASK_AGAIN_S")):
         monkeypatch.setattr(module, name, getattr(module, name) / 5)
-    shown.hear("x", "x")
+    shown.register("x", "x")
     follower.follow("r", server.address, TransferQuestion("x", is_heard=True))
     assert until(follower, bool) == [("r", Answer("heard"))]
     assert len(asked) == 1
@@ -175,7 +175,7 @@ def test_a_name_that_was_given_to_another_transfer_gets_no_answer_about_the_form
     time.sleep(0.2)  # the answer is there
     follower.drop("r")
     follower.follow("r", server.address, TransferQuestion("y"))
-    shown.hear("y", "y")
+    shown.register("y", "y")
     server.wake()
     ((_, answer),) = until(follower, bool)
     assert answer == Answer("heard")

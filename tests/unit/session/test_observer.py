@@ -29,15 +29,15 @@ class Spy(Observer):
     """Writes down what it hears. `land`: what it does with what has landed."""
 
     def __init__(self, land: Land = at_once) -> None:
-        self.land, self.calls, self.heard_of = land, list[str](), list[bytes]()
+        self.land, self.calls, self.notifications = land, list[str](), list[bytes]()
         self.num_turns = 0
 
     def ordered(self, load: Load) -> LoadObserver:
         self.calls.append(f"ordered {load.request}")
         return SpyOfLoad(self)
 
-    def heard(self, payload: bytes, leases: LeaseBook) -> None:
-        self.heard_of.append(payload)
+    def on_notification(self, payload: bytes, leases: LeaseBook) -> None:
+        self.notifications.append(payload)
 
     def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
         self.num_turns += 1
@@ -71,7 +71,7 @@ def watched(land: Land = at_once) -> tuple[World, Spy]:
     """A world whose one reader has a spy."""
     world, spy = make_world(1, 1), Spy(land)
     (endpoint,) = world.dst.endpoints.values()
-    endpoint._observer, endpoint._own._on_other = spy, spy.heard
+    endpoint._observer, endpoint._own._on_other = spy, spy.on_notification
     return world, spy
 
 
@@ -200,7 +200,7 @@ def test_only_what_is_none_of_the_sessions_notes_is_heard() -> None:
     for payload in (write_note(Heartbeat(VERSION, "d", ())), b"something else"):
         peer.notify("reader", payload)
     world.turn()
-    assert spy.heard_of == [b"something else"]
+    assert spy.notifications == [b"something else"]
     world.close()
 
 
@@ -217,7 +217,7 @@ def test_a_session_does_without_an_observer() -> None:
     world, _ = watched()
     (endpoint,) = world.dst.endpoints.values()
     endpoint._observer = observer = Observer()
-    endpoint._own._on_other = observer.heard
+    endpoint._own._on_other = observer.on_notification
     load(world)
     results = endpoint.collect()
     assert (set(results.received), results.checks) == ({"d"}, {})
