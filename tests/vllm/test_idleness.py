@@ -33,7 +33,7 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     )
     following = Following("d", None, 30.0)
     waiting = WaitingRequests((), following)
-    side._consumer = SimpleNamespace(waiting=waiting, following=following, hear=lambda: nothing, num_waiting=0)
+    side._consumer = SimpleNamespace(waiting=waiting, following=following, on_answers=lambda: nothing, num_waiting=0)
     side._idle, side._handshake = Idle(), SimpleNamespace(show_changes=lambda: None)
     return side
 
