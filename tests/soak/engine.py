@@ -73,7 +73,7 @@ class SoakObserver(RankObserver):
         super().__init__(rank, HostMemory(), options)
         self.begun_again = begun_again
 
-    def ordered(self, load: Load) -> WatchedLoad:
+    def observe(self, load: Load) -> WatchedLoad:
         return _SoakLoad(self, load)
 
 
@@ -82,10 +82,10 @@ class _SoakLoad(WatchedLoad):
         super().__init__(rank, load)
         self._request, self._begun_again = load.request, rank.begun_again
 
-    def noted(self, event: str, text: str = "") -> None:
+    def on_event(self, event: str, text: str = "") -> None:
         if event == "begun again":
             self._begun_again.add(self._request)
-        super().noted(event, text)
+        super().on_event(event, text)
 
 
 @dataclass(frozen=True)

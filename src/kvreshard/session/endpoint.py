@@ -293,10 +293,10 @@ class Endpoint:
                 self._remote_leases.stop_renewing(command.request)
 
     def _load(self, load: Load, now_s: float) -> None:
-        me, observer = self._introduced(), self._observer.ordered(load)
+        me, observer = self._introduced(), self._observer.observe(load)
         if load.refusal is not None:  # the engine knows that its source cannot be met
             self._remote_leases.stop_renewing(load.request)
-            observer.noted("refused", load.refusal.text)
+            observer.on_event("refused", load.refusal.text)
             self._results.end(load.request, load.refusal)
             self._record_failure(me, observer, load, None, load.refusal)
             return
@@ -372,7 +372,7 @@ class Endpoint:
         if isinstance(outcome, Failure):
             self._record_failure(me, job.observer, job.known_load, peer, outcome)
             self._doubt(peer, outcome)
-        job.observer.ended(outcome)
+        job.observer.on_end(outcome)
 
     def _doubt(self, peer: Peer | None, failure: Failure) -> None:
         """A source could not be read: meet it anew. One that is late is gone or slow, and others may be reading from it: see which."""
@@ -384,7 +384,7 @@ class Endpoint:
     @staticmethod
     def _record_failure(me: LocalRank, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
         engine_metadata = peer.engine_metadata if peer is not None else me.refused.get(load.remote)
-        observer.failed(load, failure, me.engine_metadata, engine_metadata, is_routed=peer is not None)
+        observer.on_failure(load, failure, me.engine_metadata, engine_metadata, is_routed=peer is not None)
 
     def _renew(self, now_s: float) -> float:
         """Renew the leases that are wanted; seconds until the next renewal."""

@@ -157,7 +157,7 @@ class Job:
         self.state = "reading"
         moved = yield from self._read(peer)
         self.state = "being compared with its source"
-        yield from self.observer.landed(Landing(peer, self.dst, self.load, self._track, self.wake))
+        yield from self.observer.on_landing(Landing(peer, self.dst, self.load, self._track, self.wake))
         return moved
 
     def _read(self, peer: Peer) -> Steps:
@@ -206,7 +206,7 @@ class Job:
     def _note(self, event: str, text: str) -> None:
         """Tell the observer. Whatever it raises must not cost the load, nor let it end before its reads."""
         try:
-            self.observer.noted(event, text)
+            self.observer.on_event(event, text)
         except Exception:
             name = self.load.request
             logger.exception("request %s", name, extra=fields("internal_error", request_id=name))

@@ -1,7 +1,7 @@
 """The interface through which something may watch the loads of a rank. Here every method does nothing.
 
 The session calls it at the points of a load's life; `kvreshard.tools` implements digests and flight records with it. All calls come on the
-session's thread, but for `LoadObserver.noted`, which may come on any. Only `landed` may raise.
+session's thread, but for `LoadObserver.on_event`, which may come on any. Only `on_landing` may raise.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class LoadObserver:
         """How the comparison with the source ended; None if there was none."""
         return None
 
-    def noted(self, event: str, text: str = "") -> None:
+    def on_event(self, event: str, text: str = "") -> None:
         """Something has happened.
 
         Events: met, bound, zeroed, not staged, posted, transfer failed, settled, read, cancelled, failed, quarantined, refused, begun again.
         """
 
-    def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
+    def on_landing(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """All bytes have arrived and the lease held on every rank that was read. The load ends when this does.
 
         Yields a transfer that must settle first, or None to be resumed in the next turn. Raises RejectedLoad or TransportError to fail
@@ -59,10 +59,10 @@ class LoadObserver:
         """
         yield from ()
 
-    def ended(self, outcome: TransferStats | Failure) -> None:
+    def on_end(self, outcome: TransferStats | Failure) -> None:
         """The load has ended, well or badly."""
 
-    def failed(
+    def on_failure(
         self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
     ) -> None:
         """The load has failed. `load`: with all that is known of it by now. `src` is None if the source was never met; `is_routed`: there was a
@@ -77,7 +77,7 @@ class Observer:
     def regions(self) -> tuple[MemoryRegion, ...]:
         return ()
 
-    def ordered(self, load: Load) -> LoadObserver:
+    def observe(self, load: Load) -> LoadObserver:
         """A load is ordered; what is returned watches it."""
         return LoadObserver()
 

@@ -70,8 +70,8 @@ class RankObserver(Observer):
     def regions(self) -> tuple[MemoryRegion, ...]:
         return (self.mailbox.region, self.scratch.region)
 
-    def ordered(self, load: Load) -> LoadObserver:
-        """See `Observer.ordered`."""
+    def observe(self, load: Load) -> LoadObserver:
+        """See `Observer.observe`."""
         return WatchedLoad(self, load)
 
     def on_notification(self, payload: bytes, leases: LeaseBook) -> None:
@@ -104,29 +104,29 @@ class WatchedLoad(LoadObserver):
         self._check: CheckResult | None = None
         self._events = None if rank.recorder is None else Events(rank.clock)
         self._spans = LoadSpans(rank.rank, load, load.trace_headers) if load.trace_headers else None
-        self.noted("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
+        self.on_event("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
 
     @property
     def check(self) -> CheckResult | None:
         return self._check
 
-    def noted(self, event: str, text: str = "") -> None:
-        """See `LoadObserver.noted`."""
+    def on_event(self, event: str, text: str = "") -> None:
+        """See `LoadObserver.on_event`."""
         if self._events is not None:
             self._events.add(event, text)
         if self._spans is not None:
-            self._spans.noted(event)
+            self._spans.on_event(event)
 
-    def ended(self, outcome: TransferStats | Failure) -> None:
-        """See `LoadObserver.ended`. Whatever the tracer raises, a trace must not cost the load."""
+    def on_end(self, outcome: TransferStats | Failure) -> None:
+        """See `LoadObserver.on_end`. Whatever the tracer raises, a trace must not cost the load."""
         if self._spans is None:
             return
         try:
-            self._spans.ended(outcome)
+            self._spans.on_end(outcome)
         except Exception:
             logger.debug("request %s left no spans", self._load.request, exc_info=True)
 
-    def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
+    def on_landing(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """Compare the load with its source, if its request is in the share."""
         moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
         if not (moves and is_chosen(self._load.request, self._rank.options.digest_share)):
@@ -150,7 +150,7 @@ class WatchedLoad(LoadObserver):
         finally:
             scratch.give(address)
 
-    def failed(
+    def on_failure(
         self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
     ) -> None:
         """Write a flight record."""
@@ -182,12 +182,12 @@ class WatchedLoad(LoadObserver):
 
     def _compare(self, landing: Landing, address: int) -> Generator[Transfer | None, None, None]:
         timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
-        self.noted("checking", "comparing digests with the source")
+        self.on_event("checking", "comparing digests with the source")
         num_bytes = yield from DigestCheck(landing.load, landing, self._rank.memory, address, timeout_s, clock).steps()
         self._check = "equal"
-        self.noted("checked", f"{num_bytes} bytes are equal")
+        self.on_event("checked", f"{num_bytes} bytes are equal")
 
     def _skip(self, obstacle: str) -> None:
         self._check = "skipped"
-        self.noted("not checked", obstacle)
+        self.on_event("not checked", obstacle)
         self._rank.log_obstacle(obstacle)

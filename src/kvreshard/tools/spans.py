@@ -1,7 +1,7 @@
 """A load as OpenTelemetry spans, under the trace of the request that vLLM was sent.
 
 1. A load that carries trace headers gets a `LoadSpans`; others cost nothing, and `opentelemetry` is imported with the first one.
-2. What the session notes of the load (`LoadObserver.noted`) is kept with its time.
+2. What the session notes of the load (`LoadObserver.on_event`) is kept with its time.
 3. When the load has ended, one span `kvreshard load` and its phases go to the tracer that vLLM has set up in this process: `handshake` until
    the source is met, `bind` until the copies are known, `read` until all transfers have settled, `check lease` until the lease words are read,
    `compare` where digests are compared.
@@ -39,11 +39,11 @@ class LoadSpans:
         self._rank, self._load, self._headers, self._clock_ns = rank, load, headers, clock_ns
         self._times_ns = {"ordered": clock_ns()}
 
-    def noted(self, event: str) -> None:
+    def on_event(self, event: str) -> None:
         """Something has happened. On any thread."""
         self._times_ns.setdefault(event, self._clock_ns())
 
-    def ended(self, outcome: TransferStats | Failure) -> None:
+    def on_end(self, outcome: TransferStats | Failure) -> None:
         """Hand the spans to the tracer."""
         tracer, context = _find_tracer(self._headers)
         if tracer is None:

@@ -58,7 +58,7 @@ def test_an_observer_that_raises_costs_no_load(world: World, monkeypatch: pytest
     def ended(*_: object) -> None:
         raise StopIteration
 
-    monkeypatch.setattr(LoadObserver, "ended", ended)
+    monkeypatch.setattr(LoadObserver, "on_end", ended)
     world.acquire_and_publish()
     order_load(world)
     order_load(world, "stale", lease=LEASE._replace(word=LEASE.word ^ 1))

@@ -32,7 +32,7 @@ class Spy(Observer):
         self.land, self.calls, self.notifications = land, list[str](), list[bytes]()
         self.num_turns = 0
 
-    def ordered(self, load: Load) -> LoadObserver:
+    def observe(self, load: Load) -> LoadObserver:
         self.calls.append(f"ordered {load.request}")
         return SpyOfLoad(self)
 
@@ -54,14 +54,14 @@ class SpyOfLoad(LoadObserver):
     def check(self) -> CheckResult:
         return "skipped"
 
-    def noted(self, event: str, text: str = "") -> None:
+    def on_event(self, event: str, text: str = "") -> None:
         self.spy.calls.append(event)
 
-    def landed(self, landing: Landing) -> Steps:
+    def on_landing(self, landing: Landing) -> Steps:
         self.spy.calls.append("landed")
         yield from self.spy.land(landing)
 
-    def failed(
+    def on_failure(
         self, load: Load, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool
     ) -> None:
         self.spy.calls.append(f"failed as {failure.kind}, source {src.engine if src else None}, {is_routed}")
@@ -132,7 +132,7 @@ def test_a_load_whose_observer_raises_ends_as_others_do_and_not_before_its_reads
         raise RuntimeError(event)
 
     world, _ = watched()
-    monkeypatch.setattr(SpyOfLoad, "noted", raises)
+    monkeypatch.setattr(SpyOfLoad, "on_event", raises)
     world.faults[-1] = fault
     load(world)
     world.turn()
