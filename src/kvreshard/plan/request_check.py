@@ -194,9 +194,8 @@ def _check_once(found: UsedIds) -> None:
     """No id is there twice, in one group or in two of a pool. All lie inside the pool: narrow numbers are sorted in less time."""
     width = np.min_scalar_type(found[0][0].num_pages)
     ids = np.concatenate([pages for _, pages in found], dtype=width, casting="unsafe")
-    ids.sort(
-        kind="stable" if width.itemsize <= 2 else None
-    )  # NumPy's is a radix sort up to 16 bits, and a slow one above
+    # NumPy's stable sort is a radix sort up to 16 bits, and a slow one above.
+    ids.sort(kind="stable" if width.itemsize <= 2 else None)
     again = ids[1:] == ids[:-1]
     if np.logical_or.reduce(again):
         page = int(ids[1:][again][0])

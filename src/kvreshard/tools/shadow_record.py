@@ -48,9 +48,8 @@ class RecordingAgent:
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
-        self._described: tuple[Any, Int64s] | None = (
-            None  # the last one: NixlConnector prepares each before it describes another
-        )
+        # The last one: NixlConnector prepares each before it describes another.
+        self._described: tuple[Any, Int64s] | None = None
         self._lists: dict[Any, DescriptorList] = {}
         self._posted: dict[str, list[PostedTransfer]] = {}
         self.current: str | None = None
