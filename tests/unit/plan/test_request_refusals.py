@@ -214,6 +214,20 @@ def test_the_pages_of_every_source_rank_are_looked_at() -> None:
     refused("group 'full'|source|null page 0", wanted, src, dst)
 
 
+@pytest.mark.parametrize("num_pages", [255, 256, 257, 300, 65_535, 65_536, 65_537, 70_000])
+def test_pages_are_told_apart_in_pools_of_every_size(num_pages: int) -> None:
+    """Also those whose ids agree in their low bits."""
+    dst = engine("decode", num_pages=num_pages)
+    last = num_pages - 1
+    pages = sorted({1, last} | {1 + (1 << bits) for bits in (8, 16) if 1 + (1 << bits) < last})
+    wanted = request(SRC, dst, 4 * len(pages), dst_pages=pages)
+    assert (
+        sum(copies.num_bytes for copies in bind(compile_route(SRC, dst, 0), wanted)) == 4 * len(pages) * 2 * 2 * 2 * 2
+    )
+    again = request(SRC, dst, 4 * len(pages) + 4, dst_pages=[*pages, last])
+    refused(f"page {last} of destination pool 'pages' is written twice", again, dst=dst)
+
+
 @pytest.mark.parametrize(
     ("one", "two", "new"),
     [
