@@ -32,16 +32,8 @@ def main() -> None:
     body = json.loads((HERE / "results.json").read_text())
     before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(
-        before
-        + BEGIN
-        + "\n"
-        + describe(body["machine"], body["commits"])
-        + tables(body["results"])
-        + "\n"
-        + END
-        + after
-    )
+    results = describe(body["machine"], body["commits"]) + tables(body["results"])
+    PAGE.write_text(f"{before}{BEGIN}\n{results}\n{END}{after}")
 
 
 def describe(machine: dict[str, Any], commits: Mapping[str, str]) -> str:

@@ -97,45 +97,43 @@ class Cursor:
     Row sets are taken one at a time, so that they may be made as they are posted.
     """
 
-    __slots__ = ("_left", "_next", "_placed")
+    __slots__ = ("_current", "_left", "_next")
 
     def __init__(self, row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
-        self._left = map(_rows_placed, row_sets) if pages is None else _pages_placed(row_sets, pages)
-        self._placed = next(self._left, None)
+        self._left = map(_rows_of_list, row_sets) if pages is None else _rows_of_pages(row_sets, pages)
+        self._current = next(self._left, None)
         self._next = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether all copies were handed out or dropped."""
-        return self._placed is None
+        return self._current is None
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._left, self._placed = iter(()), None
+        self._left, self._current = iter(()), None
 
     def take(self, budget_bytes: int) -> Slice:
         """The next copies whose cost together stays within the budget, at least one. Raises IndexError when exhausted."""
-        placed, first = self._placed, self._next
-        if placed is None:
+        rows, first = self._current, self._next
+        if rows is None:
             raise IndexError("no copies are left")
-        before, end = int(placed.costs[first]), len(placed.local)
-        stop = int(placed.costs.searchsorted(before + budget_bytes, side="right")) - 1
+        before, end = int(rows.costs[first]), len(rows.local)
+        stop = int(rows.costs.searchsorted(before + budget_bytes, side="right")) - 1
         self._next = stop = _in_shares(first, max(first + 1, stop), end)
         if stop == end:
-            self._placed, self._next = next(self._left, None), 0
-        return Slice(
-            placed.row_set, placed.local[first:stop], placed.remote[first:stop], int(placed.costs[stop]) - before
-        )
+            self._current, self._next = next(self._left, None), 0
+        return Slice(rows.row_set, rows.local[first:stop], rows.remote[first:stop], int(rows.costs[stop]) - before)
 
 
-def _rows_placed(rows: RowSet) -> PostRows:
+def _rows_of_list(rows: RowSet) -> PostRows:
     """All rows of a list."""
     costs = np.zeros(len(rows.local) + 1, dtype=np.int64)
     np.add.accumulate(rows.local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
     return PostRows(rows, rows.local, rows.remote, costs)
 
 
-def _pages_placed(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> Iterator[PostRows]:
+def _rows_of_pages(row_sets: Iterable[RowSet], pages: tuple[Int64s, Int64s]) -> Iterator[PostRows]:
     """Entry after entry for every pair of page ids, some at a time. All entries of a page are equally long."""
     local_ids, remote_ids = np.array(pages, dtype=np.int32)
     entries_each = max(1, PLACED_AT_ONCE // max(1, len(local_ids)))
