@@ -91,7 +91,7 @@ class AlignedPages:
         src += src_start
         dst = joined([one.dst_page for one in found]) * dst_stride
         dst += dst_start
-        order = _source_order(src)
+        order = _source_order(src, int(columns[-1].min()))
         if order is not None:
             src, dst, length = src[order], dst[order], length[order]
         return FirstEntries(src, dst, length, continues(src, dst, length), order)
@@ -133,7 +133,7 @@ class AlignedPages:
             src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
             order = None
             if self.num_joined:
-                order = self.first_entries.order if len(members) == 1 else _source_order(src)
+                order = self.first_entries.order if len(members) == 1 else _source_order(src, 1)
             if order is not None:
                 src, dst = src[order], dst[order]
             yield PagedCopies(same[0].src_rank, same[0].dst_rank, page, src, dst)
@@ -161,9 +161,13 @@ def group_aligned(bound: Iterable[PagedCopies]) -> list[AlignedPages]:
     return [AlignedPages(found) for found in together.values()]
 
 
-def _source_order(src: Int64s) -> NDArray[np.intp] | None:
-    """The order that sorts them, None where they are sorted. A rank reads each cell once, so no two are equal."""
-    return np.argsort(src) if len(src) > 1 and int((src[1:] - src[:-1]).min()) < 0 else None
+def _source_order(src: Int64s, apart: int) -> NDArray[np.intp] | None:
+    """The order that sorts them, None where they are sorted. `apart`: how far any two of them are, at least: a rank reads each cell once."""
+    if len(src) < 2 or int((src[1:] - src[:-1]).min()) >= 0:
+        return None
+    # So the lowest bits order nothing, and 16 may be left: NumPy sorts those by radix, in a tenth of the time.
+    coarse = (src - src.min()) >> (apart.bit_length() - 1)
+    return np.argsort(coarse.astype(np.uint16), kind="stable") if int(coarse.max()) < 1 << 16 else np.argsort(src)
 
 
 def max_joined_bytes(num_bytes: int) -> int:

@@ -378,6 +378,21 @@ def test_neighbours_two_by_two_join_wherever_the_pairs_lie(num_pages: int, falls
     assert aligned.listed(1 << 60).num_copies == aligned.num_copies == num_pages
 
 
+@pytest.mark.parametrize("pool", [300, 40_000, 70_000, 1 << 33])
+@pytest.mark.parametrize(("run_bytes", "stride"), [(2, 2), (64, 64), (63, 64), (65, 65), (127, 127), (96, 4096)])
+def test_pages_are_put_in_the_sources_order_in_pools_of_every_size(pool: int, run_bytes: int, stride: int) -> None:
+    """Whole pages, and both bytes of two other pages one by one."""
+    whole = Page.of([1000], [0], run_bytes, (stride, stride), (pool, pool))
+    bytes_of = [Page.of([1000 + at], [at], 1, (stride, stride), (pool, pool)) for at in (1, 0)]
+    ids = np.unique(np.random.default_rng(pool).integers(0, pool, 200))
+    src = np.random.default_rng(stride).permutation(ids)
+    parts = [PagedCopies(0, 0, page, src[:2], src[:2]) for page in bytes_of]
+    (aligned,) = group_aligned([*parts, PagedCopies(0, 0, whole, src[2:], src[2:])])
+    first = aligned.first_entries
+    assert first.src.tolist() == sorted([*(1000 + stride * ids), *(1001 + stride * src[:2])])
+    assert (first.dst == first.src - 1000).all()
+
+
 def test_short_lists_of_a_source_are_posted_as_one() -> None:
     model = load("gemma-4-26b-a4b")
     src, dst = (describe(model, parse_engine("tp=2,order=HND"), name, 500) for name in ("prefill", "decode"))
