@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvreshard.session.commands import Cancel
 from kvreshard.vllm.admission import Admission, DeadlockDetector, WantedBlocks
 from kvreshard.vllm.following import Following
 from kvreshard.vllm.idle import Idle
@@ -49,6 +50,14 @@ def test_an_engine_is_idle_until_a_request_is_scheduled_and_again_once_it_has_fi
     assert not is_idle(side, ["a", "b"], [])
     assert not is_idle(side, ["b"], ["a"])
     assert is_idle(side, [], ["b"])
+
+
+def test_ranks_wait_for_a_load_in_the_step_that_orders_it() -> None:
+    side = scheduler()
+    side._metadata.commands.append(Cancel("r"))
+    assert is_idle(side, [], [])
+    side._metadata.commands.append(Cancel("r"))
+    assert not is_idle(side, ["a"], [])
 
 
 def test_a_step_without_tokens_is_not_idle_while_another_is_under_way() -> None:

@@ -3,7 +3,7 @@
 A step without work costs some 3 ms of processor time, and the processes of an engine with several spin for a second after each (0.32.0,
 `SpinCondition`).
 
-1. A load of a finished prefill takes milliseconds: each rank waits `PATIENCE_S` for it in a step.
+1. A load of a finished prefill takes milliseconds: each rank waits `PATIENCE_S` for it in a step, also in the one that orders it.
 2. Where all requests wait for prefills at other engines, the scheduler waits before the step, up to `LONGEST_S`: until a listener has news
    of a prefill, or a request arrives (`find_arrivals`). Where arrivals cannot be seen it waits up to `UNSEEN_S`, and up to `LOADING_S` while
    loads are under way: only a step tells how they have ended. Each wait in a row is longer than the one before.
@@ -14,10 +14,11 @@ from __future__ import annotations
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import FrameType
 
+from kvreshard.session.commands import Command
 from kvreshard.vllm.consumer import Consumer
 
 # A load of a megabyte takes some 3 ms; after a step that finds nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is
@@ -40,13 +41,14 @@ class Idle:
         """Something has happened: a request has arrived."""
         self._wait_s = PATIENCE_S
 
-    def wait(self, consumer: Consumer, alive: Iterable[str] = ()) -> float:
+    def wait(self, consumer: Consumer, alive: Iterable[str] = (), orders: Sequence[Command] = ()) -> float:
         """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads. `alive`: requests that
-        have not finished; another than those that wait for a prefill may wait for blocks, which only a step can give it.
+        have not finished; another than those that wait for a prefill may wait for blocks, which only a step can give it. `orders`: what this
+        step brings to the ranks. It does not wait then, and a short load ends in the step that orders it.
         """
         following = consumer.following
         is_followed = following.num_open > 0 and all(map(following.is_open, chain(consumer.waiting, alive)))
-        if not (is_followed and consumer.waiting.wait_for_prefills()):
+        if orders or not (is_followed and consumer.waiting.wait_for_prefills()):
             self._wait_s = PATIENCE_S
             return PATIENCE_S
         if not self._is_sought:

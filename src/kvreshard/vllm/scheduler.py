@@ -250,7 +250,7 @@ class SchedulerSide:
         self._admission.compute(num_scheduled)
         self._add(self._producer.preempt(preempted, num_scheduled))
         is_idle = self._may_be_idle and not self._computing
-        patience_s = self._idle.wait(self._consumer, self._alive) if is_idle and not self._metadata.commands else 0.0
+        patience_s = self._idle.wait(self._consumer, self._alive, self._metadata.commands) if is_idle else 0.0
         self._add(self._consumer.on_answers())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.commands = self._delayed.step(metadata.commands)
