@@ -497,6 +497,7 @@ def test_an_idle_engine_rests_until_there_is_news(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(following, "wait", lambda seconds: waited.append(seconds) or False)
     resting = Idle(clock=iter(range(10**6)).__next__)
     assert resting.wait(both.decode.side, {"d-1", "another"}) == idle.PATIENCE_S  # that one may wait for blocks
+    assert resting.wait(both.decode.side, {"d-1"}, [Cancel("d-1")]) == idle.PATIENCE_S  # a command is not kept waiting
     assert waited == []
     assert resting.wait(both.decode.side, {"d-1"}) == 0.0
     assert both.decode.side.following is following

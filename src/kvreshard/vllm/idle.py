@@ -41,14 +41,14 @@ class Idle:
         """Something has happened: a request has arrived."""
         self._wait_s = PATIENCE_S
 
-    def wait(self, consumer: Consumer, alive: Iterable[str] = (), orders: Sequence[Command] = ()) -> float:
+    def wait(self, consumer: Consumer, alive: Iterable[str] = (), commands: Sequence[Command] = ()) -> float:
         """In a step that computes nothing: wait for news of prefills, or return how long the ranks may wait for loads. `alive`: requests that
-        have not finished; another than those that wait for a prefill may wait for blocks, which only a step can give it. `orders`: what this
-        step brings to the ranks. It does not wait then, and a short load ends in the step that orders it.
+        have not finished; another than those that wait for a prefill may wait for blocks, which only a step can give it. `commands`: of
+        this step for the ranks; they are never kept waiting for news, and a short load ends in the step that orders it.
         """
         following = consumer.following
         is_followed = following.num_open > 0 and all(map(following.is_open, chain(consumer.waiting, alive)))
-        if orders or not (is_followed and consumer.waiting.wait_for_prefills()):
+        if commands or not (is_followed and consumer.waiting.wait_for_prefills()):
             self._wait_s = PATIENCE_S
             return PATIENCE_S
         if not self._is_sought:
